@@ -170,12 +170,12 @@ class Sampling:
     """Sampling parameters. The defaults decode greedily.
 
     `temperature` 0 is greedy decoding, `top_k` 0 and `top_p` 1 keep all tokens, `repetition_penalty` 1 is none.
-    `draft` selects how draft tokens are chosen at temperatures above 0: "greedy" takes the draft's argmax, and the
-    output is then token for token that of decoding without a draft at the same seed; "sample" draws from the draft's
-    distribution at the same temperature and accepts with probability min(1, p/q), which keeps the target's
-    distribution. `processors` are transformers LogitsProcessor objects, called as in `generate`: with the token ids of
-    the whole prefix, before the temperature is applied. Raises TypeError for values of the wrong type and ValueError
-    for values out of range.
+    `draft` selects how draft tokens are drawn at temperatures above 0: "coupled" with the random numbers of the
+    target's own draws (`kernels.sampling.coupled`), and the output is then token for token that of decoding without a
+    draft at the same seed; "sample" with numbers of their own, and accepts with probability min(1, p/q), which keeps
+    the target's distribution only, and accepts more. `processors` are transformers LogitsProcessor objects, called as
+    in `generate`: with the token ids of the whole prefix, before the temperature is applied. Raises TypeError for
+    values of the wrong type and ValueError for values out of range.
     """
 
     temperature: float = 0.0
@@ -183,7 +183,7 @@ class Sampling:
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    draft: str = "greedy"
+    draft: str = "coupled"
     processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
@@ -209,8 +209,8 @@ class Sampling:
             raise ValueError(
                 f"repetition_penalty {self.repetition_penalty} must be a positive number; use 1 for no penalty"
             )
-        if self.draft not in ("greedy", "sample"):
-            raise ValueError(f"draft sampling {self.draft!r} is neither 'greedy' nor 'sample'")
+        if self.draft not in ("coupled", "sample"):
+            raise ValueError(f"draft sampling {self.draft!r} is neither 'coupled' nor 'sample'")
 
     @property
     def greedy(self) -> bool:
@@ -219,7 +219,7 @@ class Sampling:
 
     @property
     def samples_draft(self) -> bool:
-        """Whether draft tokens are sampled from the draft's distribution."""
+        """Whether draft tokens are drawn on their own, and accepted by rejection sampling."""
         return self.draft == "sample" and not self.greedy
 
 

@@ -32,6 +32,7 @@ from support.mutations import replace_function
 from support.rows import row_of
 from support.targets import (
     BOTH_IMPLEMENTATIONS,
+    P_EAGLE,
     SLIDING,
     exact_target,
     features_for,
@@ -162,8 +163,8 @@ def test_rollback_is_exact(name: str, native: bool) -> None:
 def test_sampled_is_vanilla_at_the_same_seed(
     name: str, memory: bool, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With greedy drafts, speculative sampling draws the same tokens as token-by-token sampling, and a logits processor
-    that has state is called with the same prefixes in the same order, once each."""
+    """With coupled drafts, speculative sampling draws the same tokens as token-by-token sampling, and a logits
+    processor that has state is called with the same prefixes in the same order, once each."""
     target = exact_target(native)
     engine = Engine(target, tiny_draft(target), depth=4)
     done = []
@@ -180,6 +181,32 @@ def test_sampled_is_vanilla_at_the_same_seed(
             assert shown == [tuple(prompt + plain.tokens[:j]) for j in range(len(plain.tokens))]
             assert seen[1][0].prefixes[: len(shown)] == shown
     assert {0, 4} <= set(accepted(done))
+
+
+@pytest.mark.parametrize("vocabulary", [400, 150])
+@pytest.mark.parametrize("mode", ["chain", "tree", "parallel"])
+def test_coupled_drafts_guess_the_targets_draws(mode: str, vocabulary: int) -> None:
+    """Where draft and target have the same distribution, every draw of the target is drafted that the draft's
+    vocabulary has: here, with heads of zeros, all tokens are equally likely. Without a draft the text is the same."""
+    depth = 2 if mode == "tree" else 4  # a deeper tree has no room for all levels of such tokens
+    target = tiny_target(native=True)
+    method = P_EAGLE if mode == "parallel" else {}
+    draft = tiny_draft(target, draft_vocab_size=vocabulary, **method)
+    for head in (target.head.weight, draft.lm_head.weight):
+        head.data.zero_()
+    engine = Engine(target, draft, depth=depth, mode=mode)
+    options = dict(max_new_tokens=60, sampling=Sampling(temperature=0.7, seed=1))
+    done = engine.generate(prompts(3, seed=2), **options)
+    plain = engine.generate(prompts(3, seed=2), speculate=False, **options)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    drafted = set(draft.target_ids().tolist())
+    for completion in done:
+        at = 1  # the first token is that of the prompt's pass
+        for r in completion.trace.rounds[:-1]:
+            unknown = (i for i in range(depth) if completion.tokens[at + i] not in drafted)
+            assert r.accepted == next(unknown, depth)
+            at += r.accepted + 1
+    assert {0, 1, 2} <= set(accepted(done)) or vocabulary == 400
 
 
 def test_seeds_and_requests_differ() -> None:

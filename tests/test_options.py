@@ -47,7 +47,7 @@ SOME = {
     [
         ("generate", "--top-p 1.0", "--top-p", "at --temperature 0"),
         ("generate", "--top-k 0 --seed 0", "--top-k, --seed", "at --temperature 0"),
-        ("generate", "--draft d --draft-sampling greedy", "--draft-sampling", "at --temperature 0"),
+        ("generate", "--draft d --draft-sampling coupled", "--draft-sampling", "at --temperature 0"),
         ("generate", "--temperature 0.0 --seed 3", "--seed", "at --temperature 0"),
         ("eval", "--seed 0", "--seed", "at --temperature 0"),
         ("regenerate", "--top-p 1", "--top-p", "at --temperature 0"),
@@ -58,7 +58,7 @@ SOME = {
         ("generate", "--draft-mode chain --tree-nodes 60", "--draft-mode, --tree-nodes", "without a draft"),
         ("generate", "--tree-width 10 --draft-cache stable", "--tree-width, --draft-cache", "without a draft"),
         ("generate", "--confidence 0 --draft-device cpu", "--confidence, --draft-device", "without a draft"),
-        ("generate", "--temperature 1 --draft-sampling greedy", "--draft-sampling", "without a draft"),
+        ("generate", "--temperature 1 --draft-sampling coupled", "--draft-sampling", "without a draft"),
         ("generate", "--draft d --tree-nodes 60", "--tree-nodes", "in a chain"),
         ("generate", "--draft d --draft-mode parallel --tree-width 3", "--tree-width", "in a chain"),
         ("eval", "--draft-mode chain --tree-nodes 60", "--tree-nodes", "in a chain"),

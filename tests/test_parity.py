@@ -82,7 +82,7 @@ class ScriptedDecoder(DraftDecoder):
         self.outs.append(out)
         return out, normed
 
-    def greedy_chain(self, *args) -> None:
+    def rest_of_chain(self, *args) -> None:
         """The script has the tokens of a chain."""
 
     def predict(self, out: Tensor, normed: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -110,7 +110,9 @@ def train_all_cases(ranks: Ranks, directory: Path) -> None:
             out = directory / placement / f"{variant} {rows_per_step}"
             found = train(out, variant, replace(ranks, placement=placement), rows_per_step)
             torch.save(found, out / f"rank {ranks.rank}")
-    assert any(isinstance(x, DTensor) for x in MasterOptimizer([("p", one())], (0.9, 0.95), 0.0, ranks).state().values())
+    assert any(
+        isinstance(x, DTensor) for x in MasterOptimizer([("p", one())], (0.9, 0.95), 0.0, ranks).state().values()
+    )
 
 
 def one() -> torch.nn.Parameter:

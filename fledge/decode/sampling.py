@@ -26,7 +26,8 @@ class BatchSampling:
     (1 is none) are float64, `top_k_B` (0 keeps all), `seed_B` and `request_B` int64. Greedy requests have no filters.
     The flags are known on the host and decide which code runs, so that no device is asked. `samples` and `greedy`: some
     requests sample, some are greedy. `filters`: some have top-k or top-p. `penalizes`: some have a repetition penalty.
-    `samples_draft`: drafted tokens are drawn, for the whole batch; a greedy request's are then drawn from a certainty.
+    `samples_draft`: drafted tokens are drawn on their own, for the whole batch; a greedy request's are then drawn from
+    a certainty.
     """
 
     temperature_B: Tensor
@@ -64,6 +65,11 @@ class BatchSampling:
             penalizes=any(p != 1 for p in penalty),
             samples_draft=any(s.samples_draft for s in samplings),
         )  # fmt: skip
+
+    @property
+    def couples(self) -> bool:
+        """Whether drafted tokens are drawn with the random numbers of the target's own draws, where requests sample."""
+        return self.samples and not self.samples_draft
 
     @property
     def flags(self) -> tuple[bool, ...]:

@@ -69,7 +69,7 @@ class Chain(Shape):
             k += token_BS.shape[1]
             rest_BS = None
             if k == 1 < self.depth and q_BSW is None and not self.confidence:
-                rest_BS = source.greedy_chain(token_BS, self.depth - 1)
+                rest_BS = source.rest_of_chain(token_BS, self.depth - 1)
             if rest_BS is not None:
                 tokens.append(rest_BS)
                 break

@@ -23,6 +23,7 @@ from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.fresh_rows import FreshRows, fresh_rows
+from fledge.kernels.sampling import TOKEN, coupled
 from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import Visible, VisibleChain
@@ -48,7 +49,8 @@ class Front:
 
 class Source:
     """A draft and its cache for the requests that are decoded together. `sampling` are the requests' options, on the
-    draft's device; None drafts greedily."""
+    draft's device; None drafts greedily. Where requests sample, the logits have the target's noise (`coupled`), unless
+    drafted tokens are drawn on their own."""
 
     sequential: bool  # whether each level costs a pass, so that stopping early saves time
 
@@ -81,8 +83,10 @@ class Source:
         rows of the state (int64): int64 [B, S]."""
         rows = self._fresh(state)
         out = self._run(rows, self._inputs(state), self.decoder.rotation(rows.position_M), asked_BS)
+        state_BS = self._states(self.cache.length_B[:, None] + asked_BS + 2)
         self.cache.keep(None, state.count_B)
-        return argmax_rows(self.decoder.predict(*out)[1], self.decoder.target_id_W).unflatten(0, asked_BS.shape)
+        logits_BSW = self.decoder.predict(*out)[1].unflatten(0, asked_BS.shape)
+        return argmax_rows(self._coupled(logits_BSW, state_BS), self.decoder.target_id_W)
 
     def set_depth(self, depth: int) -> None:
         """Sets the number of levels that are drafted in the next rounds."""
@@ -119,7 +123,7 @@ class Source:
         theirs."""
         raise NotImplementedError
 
-    def greedy_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
+    def rest_of_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
         """The likeliest token of each of so many levels after the first, whose tokens are given: target ids, int64
         [B, levels]. The tokens are the same as by `expand`, level by level. None if the source has no faster way."""
         return None
@@ -152,6 +156,23 @@ class Source:
             attend = CachedRows(TreeRows(cache, n, every, slot_Bn=rows.slot_Bn))
         row_M = None if rows.state_Bn is None else rows.state_Bn.flatten()
         return self.decoder.step(rows.token_Bn.flatten(), state_ME, rotation, attend, asked, row_M)
+
+    def _states(self, position_BS: Tensor) -> Tensor | None:
+        """The states of the target's draws of tokens at these positions, int64 [B, S]; None unless drafting is
+        coupled."""
+        sampling = self.sampling
+        return sampling.keys(position_BS, TOKEN) if sampling is not None and sampling.couples else None
+
+    def _states_after_root(self, levels: int) -> Tensor | None:
+        """`_states` of the tokens of each level below the root, [B, levels], once the fresh slots are in the cache."""
+        return self._states(self.cache.length_B[:, None] + 1 + self._counts(levels))
+
+    def _coupled(self, logits_BSW: Tensor, state_BS: Tensor | None) -> Tensor:
+        """The logits from which tokens are chosen, whose draws by the target have these states."""
+        if state_BS is None:
+            return logits_BSW
+        ids_W = None if self.draft.d2t is None else self.decoder.target_id_W
+        return coupled(logits_BSW, state_BS, self.sampling.temperature_B, ids_W)
 
     def _counts(self, n: int) -> Tensor:
         """0 to n - 1, int64 [n]; made once, since each operation of a round costs the device a launch."""
@@ -203,7 +224,7 @@ class StepSource(Source):
         out = self._run(rows, self._inputs(state), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
         self.level = self.scratch = 0
-        self.slot_BJ = rows.slot_BJ
+        self.slot_BJ, self.state_BL = rows.slot_BJ, self._states_after_root(self.levels)
         return rows.root_B, self._logits(out, rows.root_B.numel())
 
     def _rotations(self, rows: FreshRows) -> tuple[Rotation, Rotation]:
@@ -240,10 +261,12 @@ class StepSource(Source):
         self.level, self.scratch = self.level + 1, end
         return self._logits(out, B)
 
-    def greedy_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
+    def rest_of_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
         K, B = levels, token_B1.shape[0]
         rotation = self.rotation[0][: K * B], self.rotation[1][: K * B]
-        return self.decoder.greedy_chain(token_B1[:, 0], self.fed_back, rotation, self.cache, self.slot_BJ[:, :K].T)
+        noise = None if self.state_BL is None else (self.state_BL[:, 1 : K + 1].T, self.sampling.temperature_B)
+        given = token_B1[:, 0], self.fed_back, rotation, self.cache, self.slot_BJ[:, :K].T
+        return self.decoder.rest_of_chain(*given, noise)
 
     def end(self, slot_BN: Tensor) -> None:
         if not self.stable:
@@ -251,7 +274,8 @@ class StepSource(Source):
 
     def _logits(self, out: tuple[Tensor, Tensor | None], requests: int) -> Tensor:
         self.fed_back, logits_MW = self.decoder.predict(*out)
-        return logits_MW.unflatten(0, (requests, -1))
+        state_B1 = None if self.state_BL is None else self.state_BL[:, self.level, None]
+        return self._coupled(logits_MW.unflatten(0, (requests, -1)), state_B1)
 
 
 class OnePassSource(Source):
@@ -278,7 +302,8 @@ class OnePassSource(Source):
         rotation = self.decoder.rotation(rows.position_M)
         out = self._run(rows, self.decoder.fuse(aux_MAD), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
-        self.logits_BKW = self.decoder.predict(*out)[1].unflatten(0, (-1, K))
+        logits_BKW = self.decoder.predict(*out)[1].unflatten(0, (-1, K))
+        self.logits_BKW = self._coupled(logits_BKW, self._states_after_root(K))
         self.level = 0
         return rows.root_B, self.logits_BKW
 

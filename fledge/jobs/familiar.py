@@ -43,7 +43,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "log": ("tensorboard", "wandb"),
     "device_map": ("auto", "balanced", "balanced_low_0", "sequential"),
     "draft_mode": ("chain", "tree", "parallel"),
-    "draft_sampling": ("greedy", "sample"),
+    "draft_sampling": ("coupled", "sample"),
     "draft_cache": ("stable", "unstable"),
     "target_impl": ("auto", "native", "transformers"),
     "dtype": tuple(DTYPES),

@@ -276,7 +276,11 @@ class DecodeOptions(Options):
         "sample from the most likely tokens whose probabilities sum to this value", 1.0, greater_than=0, maximum=1
     )
     repetition_penalty: float = opt("penalty on tokens that occurred before; 1 is none", 1.0, greater_than=0)
-    draft_sampling: str = opt("how the draft chooses tokens when sampling: greedy or sample", "greedy")
+    draft_sampling: str = opt(
+        "how drafted tokens are drawn when sampling: coupled (with the random numbers of the target's draws; the text "
+        "is that without the draft) or sample (on their own; more are accepted, and only the distribution is the same)",
+        "coupled",
+    )  # fmt: skip
     seed: int = opt("random seed of sampling; the same seed gives the same text", 0, minimum=0, maximum=MAX_SEED)
     draft_mode: str | None = opt(
         "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass) (default: parallel for "

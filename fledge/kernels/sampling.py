@@ -5,8 +5,8 @@ sampling can therefore be compared with token-by-token sampling at the same seed
 which seeds a stream of SplitMix64 (Steele, Lea & Flood 2014). All functions run on the device of their tensors and wait
 for no GPU.
 
-`hash_keys` and `gumbel_argmax` have faster implementations: "triton" on a GPU, "numpy" on a CPU. Their results are
-those of the "definition".
+`hash_keys`, `gumbel_argmax` and `coupled` have faster implementations: "triton" on a GPU, "numpy" on a CPU. Their
+results are those of the "definition".
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int, *, 
 
 def uniforms(state: Tensor, n: int) -> Tensor:
     """The first n uniform random numbers in (0, 1) of each state, float64 [.., n]."""
-    counter = torch.arange(1, n + 1, device=state.device) * _GOLDEN + state[..., None]
+    return _uniforms_at(state, torch.arange(n, device=state.device))
+
+
+def _uniforms_at(state: Tensor, place_V: Tensor) -> Tensor:
+    """The uniform random numbers of each state at places (int64) that count from 0, float64 [.., V]."""
+    counter = (place_V + 1) * _GOLDEN + state[..., None]
     # 52 bits, so that adding 0.5 is exact and the result is below 1
     bits = _mix(counter).bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
     return bits.double().add_(0.5).mul_(2.0**-52)
@@ -98,6 +103,32 @@ def gumbel_argmax(scores: Tensor, state: Tensor, *, impl: str | None = None) -> 
         with current_device(scores.device):
             return gumbel_argmax_triton(scores, state)
     return (scores.double() + gumbel(state, scores.shape[-1])).argmax(-1)
+
+
+def coupled(
+    logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None = None, *, impl: str | None = None
+) -> Tensor:
+    """A draft's logits over temperature, plus the Gumbel noise with which the target draws at the same positions:
+    float32 [B, S, W]. Logits of temperature 0 stay as they are.
+
+    Their argmax is a draw from the draft's distribution, and the target's own draw is the same token with probability
+    of at least (1 - d) / (1 + d), where d is the total variation distance of the two distributions (Gumbel sampling of
+    Daliri, Musco & Suresh 2024, arXiv:2408.07978). The target's draws do not depend on the draft.
+
+    `state_BS` are the states of the target's draws after each of the S rows of a request, or [B, 1] for all of them,
+    `temperature_B` float64, and `ids_W` (int64) the target's ids of the draft's tokens; None if they are the same.
+    `impl` is "definition", "triton", or None: "triton" on a GPU.
+    """
+    if _implementation(impl, logits_BSW.device) == "triton":
+        from fledge.kernels.sampling_triton import coupled_triton
+
+        with current_device(logits_BSW.device):
+            return coupled_triton(logits_BSW, state_BS, temperature_B, ids_W)
+    ids_W = torch.arange(logits_BSW.shape[-1], device=logits_BSW.device) if ids_W is None else ids_W
+    noise_BSW = _uniforms_at(state_BS, ids_W).log_().neg_().log_()
+    temperature_B11 = temperature_B[:, None, None]
+    noisy_BSW = logits_BSW.double() / temperature_B11 - noise_BSW
+    return torch.where(temperature_B11 > 0, noisy_BSW, logits_BSW.double()).float()
 
 
 def filtered_argmax(

@@ -1,5 +1,5 @@
-"""`hash_keys` and `gumbel_argmax` in Triton: the states of all keys in one kernel, noise and argmax in one pass over
-the scores, in float64 as in the definition."""
+"""`hash_keys`, `gumbel_argmax` and `coupled` in Triton: the states of all keys in one kernel, noise and argmax in one
+pass over the scores, in float64 as in the definition."""
 
 from __future__ import annotations
 
@@ -45,14 +45,19 @@ def _hash_keys(
 
 
 @triton.jit
+def _minus_noise(state, token):
+    """The negative Gumbel variates of a state at tokens, int64."""
+    bits = (_mix((token + 1) * GOLDEN + state) >> 12) & ((1 << 52) - 1)
+    return tl.log(-tl.log((bits.to(tl.float64) + 0.5) * (1.0 / (1 << 52))))
+
+
+@triton.jit
 def _best_of_chunk(x_ptr, state_ptr, value_ptr, place_ptr, sx, V, BLOCK: tl.constexpr):
     """The largest score plus noise of a chunk, and its place; of equal ones, the first."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(x_ptr + row * sx + i, mask=i < V, other=float("-inf")).to(tl.float64)
-    bits = (_mix((i + 1).to(tl.int64) * GOLDEN + tl.load(state_ptr + row)) >> 12) & ((1 << 52) - 1)
-    uniform = (bits.to(tl.float64) + 0.5) * (1.0 / (1 << 52))
-    value = score - tl.log(-tl.log(uniform))
+    value = score - _minus_noise(tl.load(state_ptr + row), i.to(tl.int64))
     best = tl.max(value, 0)
     at = row * tl.num_programs(0) + chunk
     tl.store(value_ptr + at, best)
@@ -66,6 +71,17 @@ def _best_of_row(value_ptr, place_ptr, out_ptr, chunks, CHUNKS: tl.constexpr):
     place = tl.load(place_ptr + row * chunks + c, mask=c < chunks, other=NOWHERE)
     best = tl.min(tl.where(value == tl.max(value, 0), place, NOWHERE), 0)
     tl.store(out_ptr + row, tl.where(best == NOWHERE, 0, best).to(tl.int64))
+
+
+@triton.jit
+def _coupled(x_ptr, state_ptr, temperature_ptr, ids_ptr, out_ptr, sx, W, S, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr):
+    i, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    x = tl.load(x_ptr + row * sx + i, mask=i < W, other=0.0).to(tl.float64)
+    temperature = tl.load(temperature_ptr + row // S)
+    if temperature > 0:
+        token = tl.load(ids_ptr + i, mask=i < W, other=0) if HAS_IDS else i.to(tl.int64)
+        x = x / temperature - _minus_noise(tl.load(state_ptr + row), token)
+    tl.store(out_ptr + row * W + i, x.to(tl.float32), mask=i < W)
 
 
 def hash_keys_triton(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
@@ -96,4 +112,21 @@ def gumbel_argmax_triton(scores: Tensor, state: Tensor) -> Tensor:
         states = state.broadcast_to(scores.shape[:-1]).contiguous()
         _best_of_chunk[(chunks, M)](rows, states, value, place, rows.stride(0), V, BLOCK=BLOCK, num_warps=4)
         _best_of_row[(M,)](value, place, out, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=1)
+    return out
+
+
+def coupled_triton(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None) -> Tensor:
+    """See `coupled`."""
+    B, S, W = logits_BSW.shape
+    rows = logits_BSW.reshape(B * S, W)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(B, S, W, dtype=torch.float32, device=rows.device)
+    if B * S:
+        states = state_BS.expand(B, S).contiguous()
+        ids = states if ids_W is None else ids_W
+        _coupled[(triton.cdiv(W, BLOCK), B * S)](
+            rows, states, temperature_B, ids, out, rows.stride(0), W, S, HAS_IDS=ids_W is not None, BLOCK=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
     return out

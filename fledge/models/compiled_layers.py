@@ -127,10 +127,11 @@ class CompiledLayers:
 
     def chain(
         self, joined: Joined, state_ME: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache, slot_KM: Tensor,
-        head: CompiledWeight, target_id_W: Tensor | None, normed_state: bool,
+        head: CompiledWeight, target_id_W: Tensor | None, normed_state: bool, noise: tuple[Tensor, Tensor] | None,
     ) -> Tensor:  # fmt: skip
-        """The greedy chains of a draft, one of each sequence of a cache: K times the layers, the head and the likeliest
-        token; int64 [K, M] target ids. The first step reads `joined` and the states [M, E], and each further step the
+        """The chains of a draft, one of each sequence of a cache: K times the layers, the head and the likeliest token,
+        with the noise of `coupled` if its states [K, M] (int64) and the temperatures [M] are given; int64 [K, M] target
+        ids. The first step reads `joined` and the states [M, E], and each further step the
         token and the state of the step before, which is its output or, with `normed_state`, the norm of that.
 
         `rotation` [K M, r] and `slot_KM` (int64) are of all steps one after the other. `target_id_W` (int64) are the
@@ -147,10 +148,12 @@ class CompiledLayers:
             M, M, M, cache.pool.slots, 1, M, rotation[0].shape[1], 1, *map(pointer, read),
             joined.normed_residual, *map(pointer, (self.final_norm_E, out_ME, out_ME, normed_ME)), None, None, 0,
         )  # fmt: skip
+        state_KM, temperature_M = (None, None) if noise is None else (_integers(noise[0]), noise[1].double())
         with THREADS.computing() as asks.threads:
             failed = functions().fledge_chain(
                 byref(self.shape), self.array, len(self.array), byref(asks), byref(head.struct),
-                pointer(target_id_W), normed_state, state_ME.data_ptr(), K, token_KM.data_ptr(),
+                pointer(target_id_W), pointer(state_KM), pointer(temperature_M), normed_state, state_ME.data_ptr(), K,
+                token_KM.data_ptr(),
             )  # fmt: skip
         check_memory(failed)
         return token_KM

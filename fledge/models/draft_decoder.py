@@ -130,12 +130,14 @@ class DraftDecoder:
         gains = gain_E, draft.midlayer.hidden_norm.weight
         return Joined(token_M, self.embedding, *gains, draft.config.norm_before_residual)
 
-    def greedy_chain(
-        self, token_B: Tensor, state_BE: Tensor, rotation: Rotation, cache: KVCache, slot_KB: Tensor
-    ) -> Tensor | None:
-        """The next K tokens of a greedy chain of each sequence, target ids, int64 [B, K]: what K times `step`,
-        `predict` and the likeliest token give, in one call. `rotation` [K B, rotated] and the slots are those of all
-        steps. None where it cannot be computed so."""
+    def rest_of_chain(
+        self, token_B: Tensor, state_BE: Tensor, rotation: Rotation, cache: KVCache, slot_KB: Tensor,
+        noise: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """The next K tokens of a chain of each sequence, target ids, int64 [B, K]: what K times `step`, `predict` and
+        the likeliest token give, in one call; with `noise`, the states [K, B] and temperatures [B] of `coupled`, the
+        likeliest with that noise. `rotation` [K B, rotated] and the slots are those of all steps. None where it cannot
+        be computed so."""
         head = getattr(self.head, "packed_copy", None)
         if self.compiled is None or self.compiled.final_norm_E is None or self.draft.family.fuses_embedding:
             return None
@@ -144,7 +146,7 @@ class DraftDecoder:
         ids = None if self.draft.d2t is None else self.target_id_W
         normed = self.draft.config.norm_output
         joined = self._joined(token_B)
-        return self.compiled.chain(joined, state_BE, rotation, cache, slot_KB, head, ids, normed).T
+        return self.compiled.chain(joined, state_BE, rotation, cache, slot_KB, head, ids, normed, noise).T
 
     def predict(self, out_SE: Tensor, normed_SE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The input state of the next step [S, E] and the logits [S, W] from the two results of `step`, as

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fledge.models.draft import Draft
-from fledge.models.weights import load_draft
 from fledge.train.checkpoint import RunDirectory
 
 # Written by fledge at commit 2b7d3d5 for: --method eagle3 --keep-unseen --draft-vocab 200 --max-length 64

@@ -93,6 +93,7 @@ def _opened(path: Path) -> ctypes.CDLL:
     made.fledge_product.restype = None
     made.fledge_layers.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
     made.fledge_chain.argtypes = [
-        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p)
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+        c_void_p,
     ]
     return made

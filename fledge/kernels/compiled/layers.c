@@ -476,13 +476,50 @@ void fledge_product(const Weight *w, int64_t rows, const float *x, float *y, int
     product(w, x, rows, y, 0);
 }
 
-/* A greedy chain of the draft p of one row per sequence: `count` times, the layers, the head, and the likeliest token,
- * which the next step reads with this one's state. `p` is the first step's, with the angles and slots of all steps one
+/* The random bits of a state at a token, and its Gumbel noise, as kernels/sampling.py has them. */
+static uint64_t bits_of(int64_t state, int64_t token) {
+    uint64_t x = (uint64_t)(token + 1) * 0x9E3779B97F4A7C15u + (uint64_t)state;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+static double noise_of(uint64_t bits) { return -log(-log(((double)(bits >> 12) + 0.5) * 0x1p-52)); }
+
+/* The likeliest of W tokens; with a temperature above 0, of logits / temperature + noise. */
+static int64_t chosen(const float *logits, int64_t W, const int64_t *target_id, double temperature, int64_t state) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < W; i++)
+        if (logits[i] > logits[best]) best = i;
+    if (!(temperature > 0)) return best;
+    int64_t top = best;
+    double most = logits[best] / temperature + noise_of(bits_of(state, target_id ? target_id[best] : best));
+    /* With E = -log(u), noise is -log(E), and 1 - u <= E. A token whose 1 - u is above exp(score - most) can't win; the
+     * upper bits of its random number tell, without a logarithm. */
+    for (int64_t from = 0; from < W; from += LANES) {
+        int64_t count = W - from < LANES ? W - from : LANES;
+        vf score = (vf){0} - INFINITY;
+        for (int64_t k = 0; k < count; k++) score[k] = logits[from + k] / temperature - most;
+        vf limit = exp_of(score) * 1.001f;
+        for (int64_t k = 0; k < count; k++) {
+            int64_t i = from + k;
+            uint64_t bits = bits_of(state, target_id ? target_id[i] : i);
+            if (1.0f - (float)(bits >> 32) * 0x1p-32f > limit[k] + 0x1p-20f || i == top) continue;
+            double value = logits[i] / temperature + noise_of(bits);
+            if (value > most || (value == most && i < best)) most = value, best = i;
+        }
+    }
+    return best;
+}
+
+/* A chain of the draft p of one row per sequence: `count` times, the layers, the head, and the likeliest token, which
+ * the next step reads with this one's state; with the noise of `noise` [count, M] for temperatures [M] above 0. `p` is the first step's, with the angles and slots of all steps one
  * after the other; `state` [M, E] and p->token are what it reads, and token [count, M] is what it finds. p->x, which is
  * p->out, and p->normed are buffers. Returns 0, or 1 without memory. */
 int fledge_chain(
     const Shape *s, const Layer *layers, int64_t layer_count, const Pass *first, const Weight *head,
-    const int64_t *target_id, int64_t normed_state, const float *state, int64_t count, int64_t *token
+    const int64_t *target_id, const int64_t *noise, const double *temperature, int64_t normed_state, const float *state,
+    int64_t count, int64_t *token
 ) {
     Pass p = *first;
     int64_t M = p.rows, W = head->outputs, size = M * s->width * sizeof(float);
@@ -493,10 +530,8 @@ int fledge_chain(
         failed = fledge_layers(s, layers, layer_count, &p);
         if (!failed) fledge_product(head, M, p.normed, logits, p.threads);
         for (int64_t m = 0; m < M && !failed; m++) {
-            const float *at = logits + m * W;
-            int64_t best = 0;
-            for (int64_t i = 1; i < W; i++)
-                if (at[i] > at[best]) best = i;
+            int64_t best = noise ? chosen(logits + m * W, W, target_id, temperature[m], noise[k * M + m])
+                                 : chosen(logits + m * W, W, target_id, 0, 0);
             token[k * M + m] = target_id ? target_id[best] : best;
         }
         state = normed_state ? p.normed : p.x;
