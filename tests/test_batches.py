@@ -100,7 +100,7 @@ def test_sampled(name: str, way: str, memory: bool, native: bool) -> None:
 
 
 @pytest.mark.parametrize(("memory", "native"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("draft_rule", ["greedy", "sample"])
+@pytest.mark.parametrize("draft_rule", ["coupled", "sample"])
 @pytest.mark.parametrize("confidence", [0.0, 0.05])
 def test_each_has_its_own_sampling(confidence: float, draft_rule: str, memory: bool, native: bool) -> None:
     """Greedy and sampled requests, with and without filters, penalties and processors, are decoded together as alone,

@@ -343,6 +343,7 @@ def test_a_conversation_on_a_narrow_terminal():
         terminal.wait_for("draft on")
         wait_for_prompt(terminal)
         terminal.type("/reset\r")
+        terminal.wait_for("a new conversation")
         wait_for_prompt(terminal)
         terminal.type("/temperature 0\r")
         terminal.wait_for("temperature 0 ·")

@@ -1,6 +1,6 @@
 """Lossless verification of chains and trees: committed tokens have the distribution of the target's own decoding.
 
-There are two rules. By match (greedy decoding, and sampling with greedy drafts): the target chooses its own token at
+There are two rules. By match (greedy decoding, and sampling with coupled drafts): the target chooses its own token at
 each node, and a node is accepted if its parent is and its token is the parent's own. By rejection (sampled drafts;
 Leviathan et al. 2023, Chen et al. 2023): a drafted token x ~ q is accepted with probability min(1, p(x)/q(x)), and the
 first rejected one is replaced by a draw from (p - q)+.

@@ -59,8 +59,8 @@ def evaluate(
     The engines have the same target. Returns a JSON-ready record for each engine, with the same baseline for all. The
     arms take turns at decoding a prompt (or group of prompts) first. `advance` is called after each answer of each arm.
 
-    With greedy decoding, and with sampling and greedy drafts, the output of all arms must be identical. A difference is
-    accepted only if the gap between the target's two best scores there is at most the rounding noise between batch
+    With greedy decoding, and with sampling and coupled drafts, the output of all arms must be identical. A difference
+    is accepted only if the gap between the target's two best scores there is at most the rounding noise between batch
     shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding. Raises
     TurnTooLong if the answers have made a later turn too long, and EvaluationStopped if it is interrupted (Ctrl-C)
     after all arms have answered some requests; their records have `stopped`, the number of requests that there would
@@ -100,7 +100,7 @@ def evaluate(
 def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:
     with_draft, without, ids = comparison.completions[name], comparison.completions[BASELINE], comparison.ids
     differing = [i for i, (a, b) in enumerate(zip(with_draft, without, strict=True)) if a.tokens != b.tokens]
-    promised = sampling.greedy or sampling.draft == "greedy"
+    promised = not sampling.samples_draft
     ties, noise = (0, None)
     if promised:
         shapes = (1, engine.drafting.verified), batch
