@@ -544,7 +544,8 @@ def test_the_optimizer_is_adamw(clip: float) -> None:
 
 
 def test_matrices_of_layers_are_updated_by_muon() -> None:
-    """They equal those of torch's Muon, which computes in bfloat16, with AdamW's scale; all others those of AdamW."""
+    """Matrices of layers become those of torch's Muon, which computes in bfloat16, at AdamW's scale; the head and norms
+    become those of AdamW."""
     torch.manual_seed(0)
     shapes = {"fc.weight": (8, 24), "midlayer.q": (16, 8), "norm": (8,), "lm_head.weight": (32, 8)}
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}

@@ -38,7 +38,8 @@ class Shape(Protocol):
 
 
 class Chain(Shape):
-    """Chains of up to `depth` tokens, greedy or drawn as the source's sampling says.
+    """Chains of up to `depth` tokens, the likeliest by the source's logits or drawn as its sampling says. The draft's
+    probabilities are those of these logits, with the noise that coupled drafting adds.
 
     With `confidence` above 0, a chain ends after the first token that brings the draft's probability of the chain below
     it. That token is kept: whether a place is drafted then depends only on what stands before it, so verification

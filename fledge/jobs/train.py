@@ -97,8 +97,8 @@ class TrainOptions(Options):
     lr: float | None = opt("peak learning rate (default: 0.5 / hidden size of the draft)", None, greater_than=0)
     warmup: float = opt("fraction of the steps over which the learning rate warms up", 0.05, minimum=0, maximum=1)
     optimizer: str = opt(
-        "adamw, or muon (for the matrices of the draft's layers; AdamW for the rest), which takes the same learning "
-        "rates and reaches the same loss in fewer steps", "adamw",
+        "adamw, or muon (Muon for the matrices of the draft's layers, AdamW for the rest; learning rates are the same)",
+        "adamw",
     )  # fmt: skip
     weight_decay: float = opt("weight decay, applied to matrices only", 0.01, minimum=0)
     clip: float = opt("maximum gradient norm", 1.0, greater_than=0)

@@ -5,8 +5,8 @@ sampling can therefore be compared with token-by-token sampling at the same seed
 which seeds a stream of SplitMix64 (Steele, Lea & Flood 2014). All functions run on the device of their tensors and wait
 for no GPU.
 
-`hash_keys`, `gumbel_argmax` and `coupled` have faster implementations: "triton" on a GPU, "numpy" on a CPU. Their
-results are those of the "definition".
+`hash_keys` and `gumbel_argmax` have faster implementations: "triton" on a GPU, "numpy" on a CPU; `coupled` has the one
+for a GPU. Their results are those of the "definition".
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class CompiledLayers:
     ) -> Tensor:  # fmt: skip
         """The chains of a draft, one of each sequence of a cache: K times the layers, the head and the likeliest token,
         with the noise of `coupled` if its states [K, M] (int64) and the temperatures [M] are given; int64 [K, M] target
-        ids. The first step reads `joined` and the states [M, E], and each further step the
-        token and the state of the step before, which is its output or, with `normed_state`, the norm of that.
+        ids. The first step reads `joined` and the states [M, E], and each further step the token and the state of the
+        step before, which is its output or, with `normed_state`, the norm of that.
 
         `rotation` [K M, r] and `slot_KM` (int64) are of all steps one after the other. `target_id_W` (int64) are the
         target ids of the draft's; None if they are the same. Raises MemoryError.

@@ -24,8 +24,8 @@ VOCABULARY = ("lm_head", "embed_tokens")  # their rows are tokens: matrices that
 class MasterOptimizer:
     """AdamW (Loshchilov & Hutter 2019) on float32 master weights of parameters that may be 16-bit (float64 masters of
     float64 parameters). With `kind` "muon", Muon for the matrices of the draft's layers (Jordan 2024; with the scale of
-    Liu et al. 2025, arXiv:2502.16982, equation 4, which has AdamW's learning rates and weight decay), and AdamW for the
-    rest: the head, embeddings, norms and biases.
+    Liu et al. 2025, arXiv:2502.16982, for which AdamW's learning rates and weight decay fit), and AdamW for the rest:
+    the head, embeddings, norms and biases.
 
     `accumulate` adds the gradients of a backward pass, which are sums over slots, to float32 sums. `step` adds up the
     sums of all ranks, scales them, clips them by their global norm, updates the master weights and copies them to the
@@ -58,7 +58,7 @@ class MasterOptimizer:
         gpu = any(m.is_cuda for m in self.masters)
         variant = dict(fused=True) if gpu else dict(foreach=True)  # the fused kernel needs no temporary tensors
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, **variant)
-        for m in others:  # before the first step, so that a checkpoint can be read into them
+        for m in others:  # the moments exist before the first step, so that a checkpoint can be read into them
             steps = torch.zeros((), dtype=torch.float32, device=m.device if gpu else "cpu")
             self.adamw.state[m] = {"step": steps, **{name: torch.zeros_like(m) for name in MOMENTS}}
 

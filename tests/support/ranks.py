@@ -53,8 +53,8 @@ def become(rank: int, world: int, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on. They are below those that the system gives to outgoing connections, of which one
-    could take a port before the test does."""
+    """Ports that nothing listens on, below the range from which the system takes the ports of outgoing connections:
+    such a connection could take a port before the test does."""
     found: list[int] = []
     for port in random.SystemRandom().sample(range(10_000, 32_000), 2_000):
         with socket.socket() as s, contextlib.suppress(OSError):
