@@ -416,6 +416,7 @@ def test_a_stream_is_trained_on_while_it_is_written(fledge: Fledge, made: Path, 
     with python(RUN, *words) as writer:
         largest, killed = 0, False
         while not (tmp_path / "f" / "manifest.json").exists():
+            assert writer.poll() is None, "the writer ended"
             time.sleep(0.02)
         started = python(RUN, "train", "--features", tmp_path / "f", "--out", tmp_path / "run", *trained)
         deadline = time.monotonic() + 200

@@ -58,12 +58,12 @@ def test_memory_is_kept_while_it_may_be_written() -> None:
     """The memory of a ring that is gone is freed when the device has ended what it was doing."""
     ring, value = PinnedRing((3, 4), torch.device("cuda")), torch.ones(3, 4, dtype=torch.int64, device="cuda")
     ring.write(value)  # compiles the kernel
+    gc.collect()  # takes long among many objects, which the device should not wait for
     torch.cuda._sleep(1_000_000_000)  # cycles
     ring.write(value)
     done, address = torch.cuda.Event(), ring.entries.data_ptr()
     done.record()
     del ring
-    gc.collect()
     assert any(memory.data_ptr() == address for _, memory in pinned_ring._RETIRED) and not done.query()
     other = PinnedRing((1, 1), torch.device("cuda"))
     assert not pinned_ring._RETIRED and done.query() and other.entries.is_pinned()

@@ -56,11 +56,15 @@ class StaticFp8Linear(Int8Linear):
     def __init__(self, linear: nn.Linear):
         super().__init__(linear)
         self.scale.data = linear.weight.detach().abs().amax(1, keepdim=True) / 448
-        self.weight.data = (linear.weight.detach() / self.scale).to(FP8)
+        self.weight.data = self.rounded(linear.weight.detach() / self.scale)
         self.input_scale = nn.Parameter(torch.tensor(0.0123), requires_grad=False)
 
+    @staticmethod
+    def rounded(x: Tensor) -> Tensor:
+        return x.clamp(-448, 448).to(FP8)  # larger numbers become NaN with some versions of PyTorch
+
     def forward(self, x: Tensor) -> Tensor:
-        rounded = (x / self.input_scale).to(FP8).to(x.dtype) * self.input_scale
+        rounded = self.rounded(x / self.input_scale).to(x.dtype) * self.input_scale
         return F.linear(rounded, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
