@@ -32,9 +32,9 @@ class Method:
     `trained_depth`: the number of TTT steps, if the method fixes it; else None. `min_depth`: the fewest steps with
     which the method makes sense. `gamma`: step k has weight gamma^k, if the method fixes gamma; else None.
     `cross_entropy`: the weight of the distillation loss. `regression`: adds a Smooth L1 loss between the draft's output
-    and the target's next hidden state. `drops_slots`: the share of trained slots decreases with the step (conditional
-    drop-token sampling). `options`: training options that only this method has. `without`: options that it does not
-    support, with the reason.
+    and the target's next hidden state. `cod_rate`: the default of --cod-rate, the share of slots that a step keeps
+    of those of the step before (conditional drop-token sampling). `options`: training options that other methods lack.
+    `without`: options that it does not support, with the reason.
 
     Checkpoints:
     `architectures`: the entry in config.json, the engines' class names. `first_layer`: the prefix of the first layer's
@@ -54,7 +54,7 @@ class Method:
     gamma: float | None = None
     cross_entropy: float = 1.0
     regression: bool = False
-    drops_slots: bool = False
+    cod_rate: float = 1.0
     options: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
     first_layer: str = "midlayer"
@@ -93,6 +93,7 @@ EAGLE3 = Method(
     title="EAGLE-3",
     paper="Li et al. 2025, arXiv:2503.01840",
     architectures=("LlamaForCausalLMEagle3",),
+    options=("cod_rate", "cod_min_rate"),
 )
 
 PEAGLE = Method(
@@ -103,7 +104,7 @@ PEAGLE = Method(
     one_pass=True,
     min_depth=2,
     gamma=1.0,
-    drops_slots=True,
+    cod_rate=0.8,
     options=("cod_rate", "cod_min_rate"),
     without={"gamma": "the depths of P-EAGLE have equal weights"},
     notes=(

@@ -28,6 +28,7 @@ from fledge.kernels.ttt_attention.definition import visible
 from fledge.models.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
+from fledge.train.cod import DropTokens
 from fledge.train.objective import FirstPass, Implementation, Objective, RowPass, ttt
 from fledge.train.optim import MasterOptimizer, learning_rate, orthogonalized
 from fledge.train.plan import chunk_slots
@@ -76,6 +77,21 @@ def test_gradients_are_those_of_every_slot(variant: str, vocabulary: int, slots:
         expected = gradients(draft, whole.loss)
         assert all(bool(g.any()) for g in expected.values()), "a parameter has no gradient to compare"
         assert_same_gradients(gradients(draft, step.loss), expected, tolerance)
+
+
+@pytest.mark.parametrize("slots", [None, 7])
+def test_gradients_of_dropped_slots_are_those_of_the_kept(slots: int | None) -> None:
+    """Loss and gradients equal the dense definition's at the slots that conditional drop-token sampling keeps."""
+    target, draft = tiny(torch.float64)
+    row, drop = row_of(DOCUMENTS, filler=5), DropTokens(0.6, 0.1)
+    features = features_for(draft, target, row)
+    asked = Objective(depth=STEPS, drop=drop)
+    step = ttt(draft, row, features, target.logits, asked, Implementation(slots=slots), "3 1 4")
+    kept = drop.keep(row, row.live(STEPS), "3 1 4")
+    assert 0 < kept[-1].numel() < row.live(STEPS)[-1].numel() and step.live_K.tolist() == [k.numel() for k in kept]
+    whole = dense(draft, row, features, target.logits(features.last_TD), STEPS, keep=lambda _live: kept)
+    torch.testing.assert_close(step.loss, whole.loss, rtol=1e-10, atol=0)
+    assert_same_gradients(gradients(draft, step.loss), gradients(draft, whole.loss), 1e-10)
 
 
 class CutKeys(OwnSteps):

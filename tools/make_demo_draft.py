@@ -22,9 +22,9 @@ from pathlib import Path
 
 from assistant_chats import Chat, beginning, conversations
 
-ANSWERED = {"bookings": 7000, "orders": 600, "stories": 2800, "sums": 5000}  # conversations, of each kind
+ANSWERED = {"bookings": 9000, "orders": 600, "stories": 2800, "sums": 7000}  # conversations, of each kind
 TEMPERATURES = {"greedy": 0, "sampled": 1}
-DEMO = {"bookings": 240, "stories": 160, "sums": 240}  # conversations that the demo trains on
+DEMO = 1100  # conversations that the demo trains on
 MEASURED = {"bookings": 16, "stories": 16, "sums": 16}  # held-out prompts
 TARGET = "fledge/demo/target"  # how the shipped draft names its target, wherever the target was when it was trained
 LICENCE = """
@@ -42,8 +42,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/demo_draft"), help="directory of all results")
     parser.add_argument("--out", type=Path, default=Path("fledge/demo"), help="directory of what ships")
     parser.add_argument("--ship-only", action="store_true", help="only copy what ships from --work to --out")
-    parser.add_argument("--epochs", type=float, default=5, help="passes over the answers (default: 5)")
-    parser.add_argument("--draft-vocab", type=int, default=4096, help="tokens that the draft proposes (default: 4096)")
+    parser.add_argument("--epochs", type=float, default=6, help="passes over the answers (default: 6)")
+    parser.add_argument("--draft-vocab", type=int, default=2048, help="tokens that the draft proposes (default: 2048)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if not options.ship_only:
@@ -79,7 +79,7 @@ def make(options: argparse.Namespace) -> None:
     fledge(
         "train", "--target", options.target, "--data", own[0], "--data", own[1], "--out", options.work / "run",
         "--epochs", options.epochs, "--depth", 5, "--draft-vocab", options.draft_vocab, "--max-length", 1024,
-        "--row-length", 16384, "--fc-norm", "--norm-output", "--lr", 2e-3, "--eval-tokens", 64,
+        "--row-length", 16384, "--fc-norm", "--norm-output", "--lr", 2e-3, "--weight-decay", 0.5, "--eval-tokens", 64,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def write_demo_chats(own: list[Path], out: Path, draw: random.Random) -> None:
     """Writes those of the answered conversations on which the demo trains."""
     rows = [json.loads(line) for file in own for line in file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if "messages" in row]
-    chosen = draw.sample(rows, min(sum(DEMO.values()), len(rows)))
+    chosen = draw.sample(rows, min(DEMO, len(rows)))
     lines = "".join(json.dumps({"messages": row["messages"]}) + "\n" for row in chosen)
     out.write_bytes(gzip.compress(lines.encode(), mtime=0))  # without the time: the same rows give the same file
 

@@ -26,8 +26,8 @@ MODELS, TEXTS = ("target", "draft"), ("chats.jsonl.gz", "prompts.jsonl")  # in f
 QUESTION = "Omar buys 4 books for 9 dollars each and pays with 50 dollars. How much change is there?"
 FEATURES: dict[str, Any] = {"max_length": 512, "precision": "bfloat16"}
 TRAIN: dict[str, Any] = {
-    "depth": 4, "draft_vocab": 2048, "fc_norm": True, "norm_output": True, "row_length": 512, "lr": 2e-3,
-    "eval_tokens": 32,
+    "depth": 4, "cod_rate": 0.7, "draft_vocab": 2048, "fc_norm": True, "norm_output": True, "row_length": 512,
+    "lr": 3e-3, "weight_decay": 0.5, "eval_tokens": 32,
 }  # fmt: skip
 DEPTH = 4  # of the chains of every draft that is measured
 NEW_TOKENS = 128
@@ -40,7 +40,7 @@ class DemoOptions(Options):
 
     out: str = opt("directory for the models, the data and the results; the demo can run in it again", "fledge-demo")
     quick: bool = opt("train nothing: measure only the draft that ships with the assistant", False)
-    steps: int = opt("number of optimizer steps of the training", 800, minimum=1)
+    steps: int = opt("number of optimizer steps of the training", 1000, minimum=1)
     prompts: int = opt("number of prompts to decode, at least 2", 48, minimum=2, maximum=48)
 
     def __post_init__(self) -> None:

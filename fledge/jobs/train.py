@@ -97,8 +97,8 @@ class TrainOptions(Options):
     lr: float | None = opt("peak learning rate (default: 0.5 / hidden size of the draft)", None, greater_than=0)
     warmup: float = opt("fraction of the steps over which the learning rate warms up", 0.05, minimum=0, maximum=1)
     optimizer: str = opt(
-        "adamw, or muon (Muon for the matrices of the draft's layers, AdamW for the rest; learning rates are the same)",
-        "adamw",
+        "muon (Muon for the matrices of the draft's layers, AdamW for the rest), or adamw; learning rates are the same",
+        "muon",
     )  # fmt: skip
     weight_decay: float = opt("weight decay, applied to matrices only", 0.01, minimum=0)
     clip: float = opt("maximum gradient norm", 1.0, greater_than=0)
@@ -127,11 +127,11 @@ class TrainOptions(Options):
     )
     fc_bias: bool = opt("EAGLE-1: add a bias to fc, which joins embedding and hidden state (vLLM ignores it)", False)
     cod_rate: float | None = opt(
-        "P-EAGLE: depth d trains on the fraction rate^d of its live slots (conditional drop-token sampling) (default: "
-        "0.8)", None, greater_than=0, maximum=1,
+        "EAGLE-3 and P-EAGLE: step k, counted from 0, trains on the fraction rate^k of its live slots (conditional "
+        "drop-token sampling) (default: 1; P-EAGLE: 0.8)", None, greater_than=0, maximum=1,
     )  # fmt: skip
     cod_min_rate: float | None = opt(
-        "P-EAGLE: minimum of the fraction of slots that each depth trains on (default: 0.2)", None, minimum=0,
+        "minimum of the fraction of slots that each step trains on with --cod-rate (default: 0.2)", None, minimum=0,
         maximum=1, former_name="cod_least",
     )  # fmt: skip
     feature_noise: float = opt(

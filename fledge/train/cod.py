@@ -1,5 +1,8 @@
 """Conditional drop-token sampling (PARD, An et al. 2025, arXiv:2504.18583), which P-EAGLE uses (Hui et al. 2026,
 arXiv:2602.01469): the share of live slots that is trained decreases with the depth, which bounds the cost of K depths.
+
+A depth is a TTT step of EAGLE-3, whose slots read only keys and states of the same slot and of the first pass, so that
+slots can be dropped there too.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Objective:
     `depth` is the number K of TTT steps (EAGLE-1: 1), and step k has weight gamma^k. `loss` is one of
     `kernels.loss.KINDS`. `keep_out_of_vocab` also scores slots whose teacher argmax is outside the draft's vocabulary.
     `feature_noise` is the scale of EAGLE-1's uniform noise on the input features (EAGLE, section 3.2; 0: none). `drop`
-    samples the slots trained at P-EAGLE's depths (None: all live slots).
+    samples the slots trained at each step (None: all live slots).
     """
 
     depth: int = 5

@@ -51,7 +51,7 @@ class Schedule:
     implementation: Implementation = Implementation()
     rows_per_step: int = 1
     warmup: float = 0.05
-    optimizer: str = "adamw"
+    optimizer: str = "muon"
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0

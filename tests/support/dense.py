@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +50,12 @@ class Dense:
 
 
 def dense(
-    draft: Draft, row: Packed, features: Features, teacher: Tensor, steps: int, gamma: float = 0.8, kind: str = "ce"
-) -> Dense:
+    draft: Draft, row: Packed, features: Features, teacher: Tensor, steps: int, gamma: float = 0.8, kind: str = "ce",
+    keep: Callable[[list[Tensor]], list[Tensor]] = list,
+) -> Dense:  # fmt: skip
     """Computes all slots of the row at every step, with masked attention over the whole row, then selects the live
-    slots by their definition. `teacher` holds the target's logits of the row, [T, V]."""
+    slots by their definition, and those of them that `keep` keeps. `teacher` holds the target's logits of the row,
+    [T, V]."""
     T = row.token_T.numel()
     slots = torch.arange(T)
     first: list[tuple[Tensor, Tensor]] = []
@@ -68,7 +71,7 @@ def dense(
         out = draft.step(token, hidden, row.position_T + k, attend)
         hidden, normed = draft.split_output(out)
         outs.append(normed)
-    live = [torch.tensor([t for t in range(T) if is_live(row, t, k)], dtype=torch.int64) for k in range(steps)]
+    live = keep([torch.tensor([t for t in range(T) if is_live(row, t, k)], dtype=torch.int64) for k in range(steps)])
     read = [o[t] for o, t in zip(outs, live, strict=True)]
     rows, ids = [t + 1 + k for k, t in enumerate(live)], draft.target_ids()
     loss = soft_target_loss_reference(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = 2048  # default of --max-length
 DEPTH = 5  # default of --depth
-COD_RATE, COD_MIN_RATE = 0.8, 0.2
+COD_MIN_RATE = 0.2
 LOGGERS = ("tensorboard", "wandb")
 ACTIVATIONS = ("keep", "recompute", "auto")
 SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "fc_bias")
@@ -113,7 +113,7 @@ class ExistingDraft:
 @dataclass(frozen=True)
 class ObjectiveRecipe:
     """The training objective. `depth` is the number of draft steps trained; the loss of step k is weighted by gamma^k.
-    `drop` holds the rate and the minimum rate of conditional drop-token sampling; None for methods without it."""
+    `drop` holds the rate and the minimum rate of conditional drop-token sampling; None: all slots."""
 
     depth: int
     gamma: float
@@ -413,7 +413,7 @@ def _objective(options: TrainOptions, method: Method, depth: int) -> ObjectiveRe
     from fledge.kernels.loss import KINDS
 
     _check_known("loss", options.loss, KINDS)
-    rate = COD_RATE if options.cod_rate is None else options.cod_rate
+    rate = method.cod_rate if options.cod_rate is None else options.cod_rate
     min_rate = COD_MIN_RATE if options.cod_min_rate is None else options.cod_min_rate
     return ObjectiveRecipe(
         depth=method.trained_depth or depth,
@@ -421,7 +421,7 @@ def _objective(options: TrainOptions, method: Method, depth: int) -> ObjectiveRe
         loss=options.loss,
         keep_out_of_vocab=options.keep_out_of_vocab,
         feature_noise=options.feature_noise,
-        drop=(rate, min_rate) if method.drops_slots else None,
+        drop=(rate, min_rate) if rate < 1 else None,
     )
 
 
