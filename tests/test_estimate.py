@@ -128,7 +128,7 @@ def test_the_disk_of_a_run(tmp_path: Path, fledge: Any) -> None:
     assert went.code == 0, went.err
     with torch.device("meta"):
         config = DraftConfig.from_hf(json.loads((tmp_path / "run/draft/config.json").read_text()))
-        parts = disk_parts(Draft(config), 3)
+        parts = disk_parts(Draft(config), 3, "muon")
     for part, directory in zip(parts, ("draft", "checkpoint"), strict=False):
         written = sum(f.stat().st_size for f in files_of(tmp_path / "run" / directory))
         assert written == pytest.approx(part.bytes / 2, rel=0.1, abs=8000), directory

@@ -15,7 +15,15 @@ from fledge.decode.engine import Engine
 from fledge.kernels import linear as linear_module
 from fledge.kernels import memory, packed_weight
 from fledge.kernels.linear import linear, strided_linear
-from fledge.kernels.packed_weight import can_pack, fits_half, has_half_products, has_onednn_products, pack, packed_copy
+from fledge.kernels.packed_weight import (
+    Fingerprint,
+    can_pack,
+    fits_half,
+    has_half_products,
+    has_onednn_products,
+    pack,
+    packed_copy,
+)
 from fledge.targets.transformers import TransformersTarget
 from support.targets import tiny_draft, tiny_target
 
@@ -196,6 +204,18 @@ def test_changed_weights_are_packed_again(change, used: list[int]) -> None:
     expected = target.reference_generate(PROMPT, max_new_tokens=12)
     assert engine.generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected
     assert target._packed is not before
+
+
+@pytest.mark.parametrize(
+    "of", [lambda w: w, lambda w: w.mT, lambda w: w[::2, ::2]], ids=["whole", "transposed", "strided"]
+)
+def test_a_fingerprint_sees_writes_that_are_not_counted(of) -> None:
+    memory = torch.randn(64, 48)
+    weight = of(memory)
+    known = Fingerprint([weight], [weight])
+    assert known.fits([weight], [weight])
+    weight.data.add_(1)
+    assert not known.fits([weight], [weight]) and not known.fits([weight.clone()], [weight])
 
 
 def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

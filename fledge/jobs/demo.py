@@ -27,7 +27,7 @@ QUESTION = "Omar buys 4 books for 9 dollars each and pays with 50 dollars. How m
 FEATURES: dict[str, Any] = {"max_length": 512, "precision": "bfloat16"}
 TRAIN: dict[str, Any] = {
     "depth": 4, "cod_rate": 0.7, "draft_vocab": 2048, "fc_norm": True, "norm_output": True, "row_length": 512,
-    "lr": 3e-3, "weight_decay": 0.5, "eval_tokens": 32,
+    "lr": 3e-3, "gamma": 0.6, "weight_decay": 0.5, "eval_tokens": 32,
 }  # fmt: skip
 DEPTH = 4  # of the chains of every draft that is measured
 NEW_TOKENS = 128

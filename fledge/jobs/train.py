@@ -327,7 +327,7 @@ def _train(
         attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
         attach = with_card(attach, recipe, target, rows, schedule, SAVE_DTYPE, ranks, say)
         if ranks.leads:
-            check_disk(directory, draft, schedule.steps)
+            check_disk(directory, draft, schedule)
         if recorded is not None:
             check_settled(recorded, settled, directory)
             if ranks.leads and not directory.summary.exists():  # the run was killed as it started

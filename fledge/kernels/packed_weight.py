@@ -42,7 +42,7 @@ ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a wei
 SMALLEST, LARGEST = 1e-12, torch.finfo(torch.float16).max
 CHECKED = 1 << 20  # numbers of a weight that are compared with their copies at a time
 SAMPLES = 64  # numbers of a weight that tell whether it has changed
-_MADE: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # by owner: a fingerprint, and what was made of it
+_MADE: WeakKeyDictionary[Any, tuple[Fingerprint, Any]] = WeakKeyDictionary()  # by owner, what was made of its weights
 
 
 @functools.cache
@@ -145,22 +145,37 @@ def packed_model(
     if not can_pack(weights):
         _MADE.pop(owner, None)
         return None
-    now, kept = fingerprint(weights, parameters), _MADE.get(owner)
-    if kept is None or kept[0] != now:
+    parameters, kept = list(parameters), _MADE.get(owner)
+    if kept is None or not kept[0].fits(weights, parameters):
         kept = None
         _MADE.pop(owner, None)  # frees the old copies before there are new ones
-        _MADE[owner] = kept = now, make(pack(weights))
+        _MADE[owner] = kept = Fingerprint(weights, parameters), make(pack(weights))
     return kept[1]
 
 
-def fingerprint(weights: Iterable[Tensor], parameters: Iterable[Tensor]) -> tuple[list[int], list[int], bytes]:
+class Fingerprint:
     """What differs after weights have changed. `parameters` are those that the weights consist of, which count their
     changes in place themselves. Writes that are not counted, as those through `.data` and of PyTorch's fused
     optimizers, are seen if they change one of SAMPLES numbers of a weight that are spread over it."""
-    weights = [w.detach() for w in weights]
-    samples = [w.flatten()[:: w.numel() // SAMPLES or 1][:SAMPLES] for w in weights]
-    numbers = torch.cat(samples).numpy().tobytes()
-    return [w.data_ptr() for w in weights], [version(p) for p in parameters], numbers
+
+    def __init__(self, weights: Sequence[Tensor], parameters: Sequence[Tensor]):
+        self.places, self.versions = [w.data_ptr() for w in weights], list(map(version, parameters))
+        self.samples = [_spread(w.detach()) for w in weights]
+        self.numbers = self._numbers()
+
+    def _numbers(self) -> bytes:
+        return torch.cat(self.samples).numpy().tobytes()
+
+    def fits(self, weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+        """Whether the weights, in the same order, are unchanged."""
+        same = self.places == [w.data_ptr() for w in weights] and self.versions == list(map(version, parameters))
+        return same and self.numbers == self._numbers()
+
+
+def _spread(weight_OI: Tensor) -> Tensor:
+    """Some numbers of a weight, at most SAMPLES, spread over it: a view, in which later changes of the weight show."""
+    whole = next((w.view(-1) for w in (weight_OI, weight_OI.mT) if w.is_contiguous()), weight_OI.diagonal())
+    return whole[:: whole.numel() // SAMPLES or 1][:SAMPLES]
 
 
 def version(weight: Tensor) -> int:

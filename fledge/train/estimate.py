@@ -22,8 +22,9 @@ from fledge.models.draft import Draft
 from fledge.targets.size import TargetBytes
 from fledge.targets.transformers import PASS_TOKENS, TransformersTarget
 from fledge.train.feed import AHEAD
-from fledge.train.memory import GRADIENT_SUM_BYTES, OPTIMIZER_BYTES, UPDATE_BYTES
+from fledge.train.memory import GRADIENT_SUM_BYTES, UPDATE_BYTES
 from fledge.train.objective import Implementation
+from fledge.train.optim import state_bytes
 
 FLOAT32 = 4  # bytes
 EAGER_SCORES = 8  # bytes per attention score that plain torch keeps
@@ -71,13 +72,15 @@ class Part:
 class Sizes:
     """The models of a run: the target's bytes and the target itself, which may be on the meta device as the draft.
     Without `runs`, its hidden states are on disk, and only its embedding, head and last layer are loaded. `staged` are
-    the bytes, for each token of a row, of the rows that are read from the disk meanwhile."""
+    the bytes, for each token of a row, of the rows that are read from the disk meanwhile, and `optimizer` the `kind` of
+    the optimizer."""
 
     target: TransformersTarget
     weights: TargetBytes
     draft: Draft
     runs: bool = True
     staged: int = 0
+    optimizer: str = "muon"
 
     @property
     def trained(self) -> int:
@@ -99,7 +102,7 @@ def memory_parts(sizes: Sizes, work: Work, impl: Implementation, placed: Placeme
     kept = [
         Part(target, held),
         Part("the draft's weights", sum(p.numel() for p in sizes.draft.parameters()) * width),
-        Part(state, OPTIMIZER_BYTES * -(-trained // placed.optimizer)),
+        Part(state, -(-state_bytes(sizes.draft, sizes.optimizer) // placed.optimizer)),
         Part(
             "hidden states of two rows" if impl.prefetch else "hidden states of a row", features * (1 + impl.prefetch)
         ),
@@ -252,17 +255,16 @@ def _loss(config: DraftConfig, work: Work, impl: Implementation, n: int, slots: 
     return width * (group * (W + 2 * E) + rows * V) + copies
 
 
-def disk_parts(draft: Draft, steps: int) -> list[Part]:
+def disk_parts(draft: Draft, steps: int, optimizer: str) -> list[Part]:
     """What a run writes: drafts in bfloat16, with a copy while a new one replaces the old, checkpoints likewise, and
-    the metrics of all steps."""
+    the metrics of all steps. `optimizer` is the `kind` of the optimizer."""
     config = draft.config
     parameters = list(draft.parameters())
     served = 2 * sum(p.numel() for p in parameters)
     if config.draft_vocab_size < config.vocab_size:
         served += 8 * config.draft_vocab_size + config.vocab_size  # the vocabulary's maps d2t and t2d
-    state = OPTIMIZER_BYTES * sum(p.numel() for p in parameters if p.requires_grad)
     return [
         Part("draft, twice while it is replaced", 2 * served),
-        Part("checkpoint, twice while it is replaced", 2 * (served + state)),
+        Part("checkpoint, twice while it is replaced", 2 * (served + state_bytes(draft, optimizer))),
         Part("metrics", METRICS_BYTES * steps),
     ]

@@ -10,6 +10,7 @@ import torch
 
 from fledge.models.draft import Draft
 from fledge.train.objective import Implementation
+from fledge.train.optim import state_bytes
 from fledge.types import Packed
 
 # (slots in flight, recompute the MLP's activations, prefetch the next row's features), from fast to small
@@ -20,7 +21,6 @@ CANDIDATES = (
 SMALL_CHUNK = 512  # teacher rows of the loss at a time, if activations are recomputed
 CPU_SLOTS = 256  # eager attention reads all keys visible to any slot of a chunk, so small chunks cost less
 USABLE_FRACTION = 0.93  # of the device's memory; the rest is left for fragmentation in the allocator
-OPTIMIZER_BYTES = 12  # per parameter: the float32 master weight and two moments (of Muon's matrices, one)
 UPDATE_BYTES = 6  # per parameter during the update: the 16-bit gradient and its float32 sum
 GRADIENT_SUM_BYTES = 4  # per parameter during the whole step, if a step has several rows
 MIN_TOKENS = 128  # the shortest row that is tried
@@ -39,13 +39,14 @@ class DoesNotFit(ValueError):
 @dataclass(frozen=True)
 class Trial:
     """A training step to try on the `rows` that need the most memory. An optimizer step has `rows_per_step` rows, and
-    `shards` ranks share the optimizer's state."""
+    `shards` ranks share the state of the optimizer, whose `kind` is `optimizer`."""
 
     draft: Draft
     rows: Sequence[Packed]
     step: RunStep
     rows_per_step: int = 1
     shards: int = 1
+    optimizer: str = "muon"
 
     @property
     def length(self) -> int:
@@ -77,7 +78,7 @@ class Trial:
         unusable = torch.cuda.max_memory_reserved(device) - peak if impl.prefetch else 0
         del alive
         sums = GRADIENT_SUM_BYTES * count if self.rows_per_step > 1 else 0
-        return max(peak + sums, update) + OPTIMIZER_BYTES * -(-count // self.shards), unusable
+        return max(peak + sums, update) + -(-state_bytes(self.draft, self.optimizer) // self.shards), unusable
 
 
 def choose(

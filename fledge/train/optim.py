@@ -50,7 +50,7 @@ class MasterOptimizer:
         self.momentum = {
             name: torch.zeros_like(m)
             for name, m in zip(self.names, self.masters, strict=True)
-            if kind == "muon" and _is_matrix(m) and m.dim() == 2 and not name.startswith(VOCABULARY)
+            if _by_muon(name, m, kind)
         }
         others = [m for name, m in zip(self.names, self.masters, strict=True) if name not in self.momentum]
         decays, rest = [m for m in others if _is_matrix(m)], [m for m in others if not _is_matrix(m)]
@@ -134,6 +134,17 @@ def orthogonalized(matrix_MN: Tensor) -> Tensor:
         square = x @ x.T
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x if matrix_MN.shape[0] <= matrix_MN.shape[1] else x.T
+
+
+def state_bytes(draft: nn.Module, kind: str) -> int:
+    """The bytes of a draft's master weights and of what the optimizer keeps of them, in float32."""
+    trained = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
+    return 4 * sum(p.numel() * (2 if _by_muon(name, p, kind) else 3) for name, p in trained)
+
+
+def _by_muon(name: str, x: Tensor, kind: str) -> bool:
+    """Whether Muon updates a parameter; else AdamW does."""
+    return kind == "muon" and _is_matrix(x) and x.dim() == 2 and not name.startswith(VOCABULARY)
 
 
 def _is_matrix(x: Tensor) -> bool:

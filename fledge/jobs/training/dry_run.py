@@ -117,7 +117,10 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
         say(f"the plan counts its weights in {target.target.dtype}, and they take less")
     runs = not reads_features_only(recipe)
     staged = ROWS_AHEAD * recipe.features.layout.bytes(1, 1) if recipe.features else 0
-    sizes = Sizes(target.target, target_bytes(target.target), draft_sizes(recipe, target), runs, staged)
+    sizes = Sizes(
+        target.target, target_bytes(target.target), draft_sizes(recipe, target), runs, staged,
+        recipe.schedule.optimizer,
+    )  # fmt: skip
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
     apart = options.target_gpus or 0

@@ -78,7 +78,7 @@ def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, 
     own_rows = -(-schedule.rows_per_step // ranks.size)
     # without sources, so that features on disk are not read, which may not exist yet (see `DiskFeatures`)
     heaviest = [replace(row, sources=()) for row in rows.heaviest()]
-    return Trial(draft, heaviest, step, own_rows, ranks.size if ranks.shards else 1)
+    return Trial(draft, heaviest, step, own_rows, ranks.size if ranks.shards else 1, schedule.optimizer)
 
 
 def _warm_up(trial: Trial, implementation: Implementation) -> None:

@@ -93,7 +93,7 @@ class Plan:
     @functools.cached_property
     def disk(self) -> list[Part]:
         """What the run writes to its directory."""
-        return disk_parts(self.sizes.draft, self.schedule.steps)
+        return disk_parts(self.sizes.draft, self.schedule.steps, self.schedule.optimizer)
 
     @functools.cached_property
     def free_disk(self) -> int:
@@ -172,9 +172,9 @@ def written_bytes(directory: RunDirectory) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def check_disk(directory: RunDirectory, draft: Draft, steps: int) -> None:
+def check_disk(directory: RunDirectory, draft: Draft, schedule: Schedule) -> None:
     """Raises ValueError if what a run still writes to its directory is more than the disk has free."""
-    needed = total(disk_parts(draft, steps)) - written_bytes(directory)
+    needed = total(disk_parts(draft, schedule.steps, schedule.optimizer)) - written_bytes(directory)
     free = shutil.disk_usage(existing_parent(directory.path)).free
     if needed > free:
         raise ValueError(
