@@ -14,6 +14,7 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
 from fledge.kernels import sampling as sampling_kernels
 from fledge.kernels import sampling_cpu
+from fledge.kernels.compiled.build import library
 from fledge.kernels.sampling import TOKEN, coupled, filtered_argmax, gumbel, gumbel_argmax, hash_keys, uniforms
 from fledge.kernels.top_filter import filter_top
 from fledge.kernels.transfer import to_device
@@ -170,9 +171,12 @@ def random_scores(rows: int, n: int, dtype: torch.dtype, *, scale: float, shift:
     return x.to(dtype)
 
 
+compiled = pytest.param("compiled", marks=pytest.mark.skipif(library() is None, reason="needs a C compiler"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("impl", ["numpy", "triton"])
+@pytest.mark.parametrize("impl", ["numpy", compiled, "triton"])
 def test_the_fast_draws_are_those_of_the_definition(impl: str, kind: str, dtype: torch.dtype) -> None:
     """Token for token, of rows of one number, of a block, and of several blocks; rows may be strided."""
     device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
@@ -198,7 +202,7 @@ def test_draws_of_a_large_vocabulary_on_a_gpu() -> None:
         assert torch.equal(gumbel_argmax(scores, state), gumbel_argmax(scores, state, impl="definition"))
 
 
-@pytest.mark.parametrize("impl", ["definition", "triton"])
+@pytest.mark.parametrize("impl", ["definition", compiled, "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_coupled_logits_have_the_noise_of_the_targets_draws(impl: str, dtype: torch.dtype) -> None:
     """Their argmax is the target's own draw from the same scores, among the tokens that the draft has. A greedy
@@ -254,9 +258,10 @@ def test_the_fast_states_are_those_of_the_definition() -> None:
     ):  # fmt: skip
         expected = hash_keys(*parts, 3, impl="definition")
         assert torch.equal(hash_keys(*parts, 3, impl="numpy"), expected)
+        assert library() is None or torch.equal(hash_keys(*parts, 3, impl="compiled"), expected)
         found = hash_keys(*(x.to(device) for x in parts), 3, impl="triton")
         assert torch.equal(found.cpu(), expected)
-    with pytest.raises(ValueError, match="'eager' must be one of definition, numpy, triton"):
+    with pytest.raises(ValueError, match="'eager' must be one of definition, numpy, compiled, triton"):
         hash_keys(seed, request, position, 0, impl="eager")
 
 

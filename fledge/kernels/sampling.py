@@ -5,8 +5,8 @@ sampling can therefore be compared with token-by-token sampling at the same seed
 which seeds a stream of SplitMix64 (Steele, Lea & Flood 2014). All functions run on the device of their tensors and wait
 for no GPU.
 
-`hash_keys` and `gumbel_argmax` have faster implementations: "triton" on a GPU, "numpy" on a CPU; `coupled` has the one
-for a GPU. Their results are those of the "definition".
+The functions have faster implementations: "triton" on a GPU, "compiled" on a CPU with a C compiler, and "numpy" on
+another CPU, which `coupled` lacks. Their results are those of the "definition".
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fledge.kernels.compiled.build import library
 from fledge.kernels.implementations import current_device
 
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # purposes
-IMPLS = ("definition", "numpy", "triton")
+IMPLS = ("definition", "numpy", "compiled", "triton")
 
 
 def _signed(x: int) -> int:
@@ -45,7 +46,8 @@ def _mix(x: Tensor) -> Tensor:
 def _implementation(impl: str | None, device: torch.device) -> str:
     """`impl`, or the fastest where it is None. Raises ValueError for a name that is not in IMPLS."""
     if impl is None:
-        return {"cpu": "numpy", "cuda": "triton"}.get(device.type, "definition")
+        on_cpu = "numpy" if library() is None else "compiled"
+        return {"cpu": on_cpu, "cuda": "triton"}.get(device.type, "definition")
     if impl not in IMPLS:
         raise ValueError(f"the implementation {impl!r} must be one of {', '.join(IMPLS)}")
     return impl
@@ -59,6 +61,10 @@ def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int, *, 
         from fledge.kernels.sampling_cpu import hash_keys_cpu
 
         return hash_keys_cpu((seed, request, position), purpose)
+    if impl == "compiled":
+        from fledge.kernels.compiled.draws import hash_keys_compiled
+
+        return hash_keys_compiled(seed, request, position, purpose)
     if impl == "triton":
         from fledge.kernels.sampling_triton import hash_keys_triton
 
@@ -95,8 +101,8 @@ def gumbel_argmax(scores: Tensor, state: Tensor, *, impl: str | None = None) -> 
     Entries of -inf are never sampled. Rows must not contain NaN. `impl` is as in `hash_keys`.
     """
     impl = _implementation(impl, scores.device)
-    if impl == "numpy":
-        return _by_numpy(scores, state)
+    if impl in ("numpy", "compiled"):
+        return _on_cpu(scores, state, impl)
     if impl == "triton":
         from fledge.kernels.sampling_triton import gumbel_argmax_triton
 
@@ -117,9 +123,14 @@ def coupled(
 
     `state_BS` are the states of the target's draws after each of the S rows of a request, or [B, 1] for all of them,
     `temperature_B` float64, and `ids_W` (int64) the target's ids of the draft's tokens; None if they are the same.
-    `impl` is "definition", "triton", or None: "triton" on a GPU.
+    `impl` is as in `hash_keys`; "numpy" is the definition.
     """
-    if _implementation(impl, logits_BSW.device) == "triton":
+    impl = _implementation(impl, logits_BSW.device)
+    if impl == "compiled":
+        from fledge.kernels.compiled.draws import coupled_compiled
+
+        return coupled_compiled(logits_BSW, state_BS, temperature_B, ids_W)
+    if impl == "triton":
         from fledge.kernels.sampling_triton import coupled_triton
 
         with current_device(logits_BSW.device):
@@ -141,13 +152,15 @@ def filtered_argmax(
     return filtered_argmax_cpu(scores_MV, top_k, top_p, state_M)
 
 
-def _by_numpy(scores: Tensor, state: Tensor) -> Tensor:
+def _on_cpu(scores: Tensor, state: Tensor, impl: str) -> Tensor:
+    from fledge.kernels.compiled.draws import gumbel_argmax_compiled
     from fledge.kernels.sampling_cpu import gumbel_argmax_cpu
 
     shape, scores = scores.shape[:-1], scores.reshape(-1, scores.shape[-1])
     scores = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
     states = state.expand(shape).reshape(-1)
-    drawn = gumbel_argmax_cpu(scores, states)
+    fast = gumbel_argmax_compiled if impl == "compiled" and scores.dtype == torch.float32 else gumbel_argmax_cpu
+    drawn = fast(scores, states)
     for i in (i for i, token in enumerate(drawn) if token is None):
         drawn[i] = int(gumbel_argmax(scores[i], states[i], impl="definition"))
     return torch.tensor(drawn, dtype=torch.int64).view(shape)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fledge.kernels.compiled.build import library
 from fledge.kernels.compiled.threads import THREADS
 
-MOST_ROWS = 128  # of more, PyTorch's products take less time, and each thread computes the norms of all rows
+MOST_ROWS = 384  # of more, PyTorch takes less time for attention, and each thread computes the norms of all rows
 PANEL = 16  # outputs of a weight that layers.c keeps next to each other
 LANES = 8  # a head has a multiple of so many dimensions
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

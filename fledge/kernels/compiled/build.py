@@ -92,6 +92,10 @@ def _opened(path: Path) -> ctypes.CDLL:
     made.fledge_product.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
     made.fledge_product.restype = None
     made.fledge_layers.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
+    made.fledge_states.argtypes = [c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p]
+    made.fledge_draws.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64]
+    made.fledge_coupled.argtypes = [c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]
+    made.fledge_states.restype = made.fledge_draws.restype = made.fledge_coupled.restype = None
     made.fledge_chain.argtypes = [
         *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
         c_void_p,

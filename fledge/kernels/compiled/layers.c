@@ -476,40 +476,92 @@ void fledge_product(const Weight *w, int64_t rows, const float *x, float *y, int
     product(w, x, rows, y, 0);
 }
 
-/* The random bits of a state at a token, and its Gumbel noise, as kernels/sampling.py has them. */
-static uint64_t bits_of(int64_t state, int64_t token) {
-    uint64_t x = (uint64_t)(token + 1) * 0x9E3779B97F4A7C15u + (uint64_t)state;
+/* Random numbers as kernels/sampling.py has them. SplitMix64's finaliser; the state of a key; the random bits of a state
+ * at a token, and their Gumbel noise. */
+#define GOLDEN 0x9E3779B97F4A7C15u
+static inline uint64_t mixed(uint64_t x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
 
+void fledge_states(
+    int64_t n, const int64_t *seed, const int64_t *request, const int64_t *position, int64_t purpose, int64_t *state
+) {
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t x = mixed(mixed(GOLDEN + (uint64_t)seed[i]) + GOLDEN + (uint64_t)request[i]);
+        state[i] = (int64_t)mixed(mixed(x + GOLDEN + (uint64_t)position[i]) + GOLDEN + (uint64_t)purpose);
+    }
+}
+
+static inline uint64_t bits_of(int64_t state, int64_t token) {
+    return mixed((uint64_t)(token + 1) * GOLDEN + (uint64_t)state);
+}
+
 static double noise_of(uint64_t bits) { return -log(-log(((double)(bits >> 12) + 0.5) * 0x1p-52)); }
 
-/* The likeliest of W tokens; with a temperature above 0, of logits / temperature + noise. */
-static int64_t chosen(const float *logits, int64_t W, const int64_t *target_id, double temperature, int64_t state) {
+/* The likeliest of W tokens; with a temperature above 0, of logits / temperature + noise. `sure` is 0 where another
+ * rounding of the logarithms could change it, and where numbers are not finite or large. */
+static int64_t chosen(
+    const float *logits, int64_t W, const int64_t *target_id, double temperature, int64_t state, int *sure
+) {
     int64_t best = 0;
+    int nan = 0;
+    for (int64_t i = 0; i < W; i++) nan |= logits[i] != logits[i];
     for (int64_t i = 1; i < W; i++)
         if (logits[i] > logits[best]) best = i;
+    *sure = 0;
     if (!(temperature > 0)) return best;
     int64_t top = best;
     double most = logits[best] / temperature + noise_of(bits_of(state, target_id ? target_id[best] : best));
-    /* With E = -log(u), noise is -log(E), and 1 - u <= E. A token whose 1 - u is above exp(score - most) can't win; the
+    double level = most, next = -INFINITY;
+    float scale = 1 / temperature;
+    /* With E = -log(u), noise is -log(E), and 1 - u <= E. A token whose 1 - u is above exp(score - level) can't win; the
      * upper bits of its random number tell, without a logarithm. */
     for (int64_t from = 0; from < W; from += LANES) {
         int64_t count = W - from < LANES ? W - from : LANES;
-        vf score = (vf){0} - INFINITY;
-        for (int64_t k = 0; k < count; k++) score[k] = logits[from + k] / temperature - most;
-        vf limit = exp_of(score) * 1.001f;
+        vf score = (vf){0} - INFINITY, rest = (vf){0};
+        for (int64_t k = 0; k < count; k++) {
+            score[k] = logits[from + k] * scale - (float)level;
+            uint64_t bits = bits_of(state, target_id ? target_id[from + k] : from + k);
+            rest[k] = 1.0f - (float)(uint32_t)(bits >> 32) * 0x1p-32f;
+        }
+        vi can = rest <= exp_of(score) * 1.002f + 0x1p-20f;
         for (int64_t k = 0; k < count; k++) {
             int64_t i = from + k;
-            uint64_t bits = bits_of(state, target_id ? target_id[i] : i);
-            if (1.0f - (float)(bits >> 32) * 0x1p-32f > limit[k] + 0x1p-20f || i == top) continue;
-            double value = logits[i] / temperature + noise_of(bits);
-            if (value > most || (value == most && i < best)) most = value, best = i;
+            if (!can[k] || i == top) continue;
+            double value = logits[i] / temperature + noise_of(bits_of(state, target_id ? target_id[i] : i));
+            if (value > most || (value == most && i < best)) next = most, most = value, best = i;
+            else if (value > next) next = value;
         }
     }
+    *sure = !nan && fabs(level) < 4096 && most - next > 1e-9;
     return best;
+}
+
+/* The argmax of scores [rows, V] plus the noise of the rows' states; -1 where kernels/sampling.py has to decide. */
+void fledge_draws(int64_t rows, int64_t V, const float *scores, const int64_t *state, int64_t *token, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows > 1)
+    for (int64_t m = 0; m < rows; m++) {
+        int sure;
+        int64_t found = chosen(scores + m * V, V, NULL, 1.0, state[m], &sure);
+        token[m] = sure ? found : -1;
+    }
+}
+
+/* Logits [rows, W] over temperature, plus the noise with which the target draws at the same position, of tokens whose
+ * ids there are `target_id` (NULL: the same). Rows of temperature 0 stay as they are. */
+void fledge_coupled(
+    int64_t rows, int64_t W, const float *logits, const int64_t *target_id, const double *temperature,
+    const int64_t *state, float *noisy
+) {
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < W; i++) {
+            int64_t at = m * W + i;
+            noisy[at] = logits[at];
+            if (temperature[m] > 0)
+                noisy[at] = logits[at] / temperature[m] + noise_of(bits_of(state[m], target_id ? target_id[i] : i));
+        }
 }
 
 /* A chain of the draft p of one row per sequence: `count` times, the layers, the head, and the likeliest token, which
@@ -530,8 +582,9 @@ int fledge_chain(
         failed = fledge_layers(s, layers, layer_count, &p);
         if (!failed) fledge_product(head, M, p.normed, logits, p.threads);
         for (int64_t m = 0; m < M && !failed; m++) {
-            int64_t best = noise ? chosen(logits + m * W, W, target_id, temperature[m], noise[k * M + m])
-                                 : chosen(logits + m * W, W, target_id, 0, 0);
+            int sure;
+            int64_t best = noise ? chosen(logits + m * W, W, target_id, temperature[m], noise[k * M + m], &sure)
+                                 : chosen(logits + m * W, W, target_id, 0, 0, &sure);
             token[k * M + m] = target_id ? target_id[best] : best;
         }
         state = normed_state ? p.normed : p.x;
