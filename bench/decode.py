@@ -23,8 +23,7 @@ Other engines have `wall_ms` only: transformers' `generate` for one token, and v
 chains and one-pass drafts (`bench/vllm_rounds.py`, in a process of its own after fledge's memory is freed). A row of
 vLLM that failed has an `error` in place of times. `bench/prompt_sets.py` compares a trained pair with its target alone.
 
-With `--sampling`, fledge's rows are measured for each named way to choose tokens, which is in `sampling`; draft tokens
-are the draft's argmax, so that a round that samples does what a greedy one does and samples.
+With `--sampling`, fledge's rows are measured for each named way to choose tokens, which is in `sampling`.
 
 With `--draft-device`, the draft is on another GPU: rows have `devices` 2, `draft_ms` includes the copies between the
 two, and `bytes_per_round` is what they copy.
