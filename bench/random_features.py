@@ -31,7 +31,6 @@ def write_random_features(
         documents=len(documents), tokens=sum(sizes.tokens), last_states=sum(sizes.last), layers=list(layout.layers),
         width=layout.width, precision=layout.precision, all_last=layout.all_last,
         dtype=str(dtype).removeprefix("torch."), shards=[list(s) for s in split_shards(sizes, layout, SHARD_BYTES)],
-        stream=False, budget=None,
     )  # fmt: skip
     path.mkdir(parents=True)
     cache = FeatureCache(path, manifest, documents)

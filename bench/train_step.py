@@ -68,7 +68,6 @@ def main() -> None:
         "--online", action="store_true", help="also measure optimizer steps, with 4,096 tokens or the first of --tokens"
     )
     parser.add_argument("--target-layers", type=int, default=32)
-    parser.add_argument("--compile-target", action="store_true")
     parser.add_argument(
         "--profile", action="store_true", help="print the kernels with the largest GPU time, except for eager"
     )
@@ -249,8 +248,6 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     with torch.device(device):
         model = LlamaForCausalLM._from_config(hf, dtype=dtype)
     target = TransformersTarget(model, None, name="random")
-    if options.compile_target:
-        target.compile()
     config = DraftConfig.for_target(
         target.shape, max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
     )
@@ -288,7 +285,6 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     forward = statistics.median(seconds(lambda: source.features(rows.row), device) for _ in range(5))
     return {
         "T": case.tokens, "supervised": case.supervised, "impl": case.implementation.attention, "teacher": "V",
-        "compiled": options.compile_target,
         "ways": asdict(replace(case.implementation, prefetch=device != "cpu")), "ms": took[device != "cpu"] * 1e3,
         "target_ms": forward * 1e3, "tokens_per_s": case.tokens / took[device != "cpu"],
         "one_stream_ms": took[False] * 1e3,

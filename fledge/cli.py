@@ -41,7 +41,7 @@ from fledge.jobs.familiar import flags_of, same_option, values_of
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import Options, default_of, flag_of, option_fields, replace_former_names
+from fledge.jobs.options import Options, default_of, flag_of, option_fields
 from fledge.jobs.plain_help import Group, PlainHelp
 from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
@@ -79,7 +79,6 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     hints = get_type_hints(options)
     fields = option_fields(options)
     shown = [_parameter(options, f, hints[f.name]) for f in fields]
-    former = [_hidden_parameter(f.metadata["former_name"], hints[f.name]) for f in fields if f.metadata["former_name"]]
     # a command with --config has a negation of each switch, which turns off what the file turns on
     negations = {f"no_{f.name}": f.name for f in fields if "config" in hints and hints[f.name] is bool}
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -87,7 +86,7 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     def register(job: Callable[[Any], None]) -> None:
         def run(context: typer.Context, **values: Any) -> None:
             given = {k: v for k, v in values.items() if context.get_parameter_source(k).name == "COMMANDLINE"}
-            given = _apply_negations(replace_former_names(options, given), negations)
+            given = _apply_negations(given, negations)
             defaults = {f.name: values[f.name] for f in fields}
             try:
                 # in a context of its own, as what shows the loading of models belongs to this job
@@ -97,7 +96,7 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
                 redirect_to_devnull(sys.stdout)
                 raise typer.Exit(128 + signal.SIGPIPE) from None
 
-        hidden = [*former, *(_hidden_parameter(no, bool) for no in negations)]
+        hidden = [_hidden_parameter(no, bool) for no in negations]
         run.__signature__ = inspect.Signature([context, *shown, *hidden])
         app.command(name, cls=_Command, help=options.__doc__)(run)
 

@@ -18,7 +18,7 @@ from fledge.eval.metrics import tau
 from fledge.models.weights import save_draft
 from fledge.types import Round, Trace
 from support.chats import tiny_chats
-from support.runs import as_before
+from support.runs import recipe_of, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 PUBLIC = {
@@ -434,9 +434,9 @@ def test_unknown_training_options_are_refused(made: Path) -> None:
 
 
 def test_options_in_a_runs_file_are_checked_too(made: Path, tmp_path: Path, fledge) -> None:
-    """Resuming from a train.json that was edited gives an error message of one sentence."""
+    """Resuming from a recipe that was edited gives an error message of one sentence."""
     out = tmp_path / "run"
     api.train_draft(target=made / "target", data=made / "chats.jsonl", out=out, **OPTIONS)
-    as_before(out, steps="many")
+    write_recipe(out, recipe_of(out) | {"steps": "many"})
     ran = fledge("train", "--resume", out)
-    assert ran.code == 2 and "train.json: --steps 'many' is not of type int | None; the file is damaged" in ran.err
+    assert ran.code == 2 and "recipe.yaml: steps" in ran.err and "the file is damaged" in ran.err, ran.err

@@ -34,7 +34,7 @@ from support.chats import tiny_chats
 from support.commands import Ran, kill_as_it_writes
 from support.files import listing, metrics_of, reconfigure, rows_of, write_rows
 from support.mutations import replace_function
-from support.runs import as_before, recipe_of
+from support.runs import recipe_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 SAME_SHAPE = "--max-length 64 --row-length 128 --steps 3 --depth 3 --device cpu".split()
@@ -391,40 +391,12 @@ def test_a_document_is_no_longer_than_a_row(made, fledge, tmp_path):
     assert recipe_of(tmp_path / "run")["settled"]["max_length"] == 100
 
 
-def test_a_run_of_an_earlier_version_is_resumed(fledge, tmp_path):
-    """Its train.json contains the former default of max_length and lacks options that were added later."""
-    target, chats = bare_target(tmp_path, max_position_embeddings=4096)
-    words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", "--steps", 1, "--eval-tokens", 64]
-    went = fledge(*words)
-    assert went.code == 0, went.err
-    as_before(tmp_path / "run")
-    file = tmp_path / "run" / "train.json"
-    run = json.loads(file.read_text())
-    assert run["options"].pop("trust_remote_code") is False
-    assert run["options"]["max_length"] == 2048 and run["options"]["row_length"] is None
-    weights = (tmp_path / "run" / "draft" / "model.safetensors").read_bytes()
-    file.write_text(json.dumps(run))
-    for made in ("draft", "checkpoint"):
-        shutil.rmtree(tmp_path / "run" / made)
-    again = fledge("train", "--resume", tmp_path / "run")
-    assert again.code == 0, again.err
-    assert (tmp_path / "run" / "draft" / "model.safetensors").read_bytes() == weights
-
-
 def test_resuming_takes_no_other_options(made, draft, fledge):
     went = fledge("train", "--resume", made / "run", "--steps", 9, "--lr", 0.5)
     assert went.code == 2 and "leave --steps, --lr out" in went.err
     for same in (["--steps", 3], ["--epochs", 1.0], ["--out", "draft-run"]):  # values of this run, and defaults
         went = fledge("train", "--resume", made / "run", *same)
         assert went.code == 2 and f"leave {same[0]} out" in went.err, went.err
-
-
-def test_a_run_with_both_steps_and_epochs_is_resumed(made, draft, fledge, tmp_path):
-    """Earlier versions accepted --steps and --epochs together."""
-    run = shutil.copytree(made / "run", tmp_path / "run")
-    as_before(run, epochs=2.0)
-    went = fledge("train", "--resume", run)
-    assert went.code == 0 and "this run was already finished" in went.err, went.err
 
 
 def test_init_from_refuses_a_shape_that_is_the_default(made, draft, fledge, tmp_path):

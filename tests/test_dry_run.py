@@ -186,9 +186,7 @@ def test_a_70b_target_fits_on_eight_gpus_only_if_it_is_sharded(memory: int, larg
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672) * 2 / 2**30
     rest = 2 * 128_256 * 8192 * 2 / 2**30
     assert gib(sharded.out, "1/8 of the target's layers, 2 whole") == pytest.approx(12 * layer + rest, rel=0.01)
-    assert gib(sharded.out, "master weights and moments, 1/8 of them") == pytest.approx(
-        gib(fledge(*large, *machine, "--replicate").out, "master weights and moments") / 8, rel=0.05
-    )
+    assert "master weights and moments, 1/8 of them" in sharded.out
 
 
 def test_a_70b_target_on_gpus_of_its_own(large: list[Any], fledge: Fledge) -> None:
@@ -219,7 +217,6 @@ def test_a_70b_target_on_gpus_of_its_own(large: list[Any], fledge: Fledge) -> No
         ("--gpu-memory 80", r"--gpus \d+ --shard-target"),
         ("--gpu-memory 48 --gpus 8 --shard-target --slots 16000 --row-length 16384", r"--slots \d+"),
         ("--gpu-memory 48 --gpus 8 --shard-target --row-length 131072", r"--row-length \d+"),
-        ("--gpu-memory 53 --gpus 8 --shard-target --replicate", "no --replicate"),
     ],
 )  # fmt: skip
 def test_the_named_cure_makes_it_fit(given: str, cure: str, large: list[Any], fledge: Fledge, tmp_path: Path) -> None:
@@ -228,13 +225,12 @@ def test_the_named_cure_makes_it_fit(given: str, cure: str, large: list[Any], fl
     refused = fledge(*large, *given.split())
     named = re.search(f"would fit with .*?({cure})", refused.out)
     assert refused.code == 1 and named, refused.out + refused.err
-    changed = given.replace("--replicate", "") if cure == "no --replicate" else f"{given} {named[1]}"
-    cured = fledge(*large, *changed.split())
+    cured = fledge(*large, *given.split(), *named[1].split())
     assert cured.code == 0, cured.out + cured.err
 
 
 def test_training_from_features_on_disk_is_planned(words: list[Any], fledge: Fledge, tmp_path: Path) -> None:
-    """The target does not run, and only the parts are counted that are loaded; a stream cannot be planned."""
+    """The target does not run, and only the parts are counted that are loaded."""
     target, data = words[2], words[4]
     written = fledge("features", "--target", target, "--data", data, "--out", tmp_path / "f", "--device", "cpu")
     assert written.code == 0, written.err
@@ -246,10 +242,6 @@ def test_training_from_features_on_disk_is_planned(words: list[Any], fledge: Fle
     assert gib(planned.out, "the target's embedding, head and last layer") < gib(whole.out, "the target's weights")
     timed = fledge(*stored, "--device", "cpu")
     assert timed.code == 0 and "3 steps took" in timed.out, timed.err
-    streamed = json.loads((tmp_path / "f/manifest.json").read_text()) | {"stream": True, "budget": 10**9}
-    (tmp_path / "f/manifest.json").write_text(json.dumps(streamed))
-    refused = fledge(*stored, "--device", "cpu")
-    assert refused.code == 2 and "it cannot be planned" in refused.err, refused.err
 
 
 def test_data_without_live_slots_is_planned(words: list[Any], fledge: Fledge, tmp_path: Path) -> None:
@@ -289,7 +281,6 @@ def test_a_step_that_runs_out_of_memory_does_not_fit(
     ("given", "message"),
     [
         ("--gpu-memory 80", "--gpu-memory describes GPUs to plan a run for; give it together with --dry-run"),
-        ("--dry-run --longest-row", "--longest-row tries rows on a GPU, and --dry-run plans the rows as they are"),
         ("--dry-run --gpus 8", "--gpus 8, but this machine has no GPU; give --gpu-memory, the GB of memory of each"),
         ("--dry-run --gpu-memory 80 --shard-target", "--shard-target splits the target over several GPUs; give --gpus"),
         ("--dry-run --gpu-memory 80 --target-gpus 1", "--target-gpus sets some of several GPUs apart"),

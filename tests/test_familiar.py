@@ -30,7 +30,6 @@ def test_names_are_free_and_their_options_exist():
     assert ALIASES.keys() | VALUES.keys() <= set().union(*fields.values())
     for command, kind in OPTIONS.items():
         names = [n for f in option_fields(kind) for n in (f.name, *aliases_of(kind, f.name))]
-        names += [f.metadata["former_name"] for f in option_fields(kind) if f.metadata["former_name"]]
         assert len(names) == len(set(names)), command
     assert "model" in aliases_of(TrainOptions, "target") and "model" not in aliases_of(OPTIONS["eval"], "target")
 
@@ -97,7 +96,7 @@ def test_recipes_and_python_take_both_names(tmp_path):
 
 
 def test_none_counts_as_not_given():
-    given = {"steps": None, "max_steps": 5, "lr": None, "dataset": "d", "keep_unseen": None, "keep_out_of_vocab": True}
+    given = {"steps": None, "max_steps": 5, "lr": None, "dataset": "d", "loss": None, "keep_out_of_vocab": True}
     options = _options("t", None, None, given)
     assert (options.steps, options.data, options.out) == (5, ["d"], TrainOptions.out)
     assert options.given == {"target", "steps", "data", "keep_out_of_vocab"}
@@ -124,9 +123,9 @@ def test_the_completed_values_are_those_that_are_accepted():
     from fledge.jobs.training.recipe import ACTIVATIONS, LOGGERS
     from fledge.kernels.loss import KINDS
     from fledge.kernels.ttt_attention import IMPLS
-    from fledge.targets.loading import DEVICE_MAPS, IMPLEMENTATIONS
+    from fledge.targets.loading import IMPLEMENTATIONS
 
-    tables = dict(loss=KINDS, impl=IMPLS, activations=ACTIVATIONS, log=LOGGERS, device_map=DEVICE_MAPS,
+    tables = dict(loss=KINDS, impl=IMPLS, activations=ACTIVATIONS, log=LOGGERS,
                   target_impl=IMPLEMENTATIONS, precision=PRECISIONS, to=ENGINES, dtype=DTYPES)  # fmt: skip
     assert {name: set(table) for name, table in tables.items()} == {name: set(VALUES[name]) for name in tables}
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.data.dataset import Rows, StreamedRows
+from fledge.data.dataset import Rows
 from fledge.features import reader as reader_module
 from fledge.features import writer as writer_module
 from fledge.features.budget import DiskPlan, format_bytes, parse_bytes, shard_bytes
@@ -31,7 +30,6 @@ from fledge.features.layout import Layout, Sizes, split_shards, teacher_tokens
 from fledge.features.reader import Extent, cut
 from fledge.features.source import DiskFeatures
 from fledge.features.upload import Slot, Uploader
-from fledge.features.writer import FeatureWriter
 from fledge.files import exclusive_lock
 from fledge.methods import CHOICES
 from fledge.targets.compatibility import layers_of
@@ -43,8 +41,8 @@ from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective, ttt
 from fledge.train.plan import teacher_rows
 from fledge.train.prefetch import with_features
-from fledge.types import Document, Features, Packed
-from support.features import UNLIMITED, RoundedFeatures, new_cache, writer_of
+from fledge.types import Document, Packed
+from support.features import RoundedFeatures, new_cache, writer_of
 from support.rows import document, layouts, row_of
 from support.targets import P_EAGLE, tiny_draft
 
@@ -58,7 +56,7 @@ DRAFTS = {
 }
 DAMAGE = [
     {"format": 2}, {"shards": [[0, 5]]}, {"shards": [[0, 12], [12, 12]]}, {"shards": [3]}, {"precision": "fp4"},
-    {"tokens": "x"}, {"x": 1}, {"stream": True}, {"template_kwargs": {"messages": []}}, {"layers": [None]},
+    {"tokens": "x"}, {"x": 1}, {"template_kwargs": {"messages": []}}, {"layers": [None]},
 ]  # fmt: skip
 
 
@@ -458,7 +456,7 @@ def test_damaged_documents_are_one_sentence(written: FeatureCache) -> None:
             _ = FeatureCache.open(written.path).documents
 
 
-# -- budget and streams -------------------------------------------------------------------------------------------
+# -- budget -------------------------------------------------------------------------------------------------------
 
 
 def test_sizes_of_disks() -> None:
@@ -467,8 +465,7 @@ def test_sizes_of_disks() -> None:
         with pytest.raises(ValueError, match="is not a size such as 500GB"):
             parse_bytes(wrong)
     assert format_bytes(999) == "999 bytes" and format_bytes(1.5e12) == "1.50 TB"
-    assert shard_bytes(10**15, None) == 512 * 2**20 and shard_bytes(1, None) == 2**20
-    assert shard_bytes(10**15, 8_000) == 1_000
+    assert shard_bytes(10**15) == 512 * 2**20 and shard_bytes(1) == 2**20
 
 
 def test_a_plan_is_exact_and_refuses_what_does_not_fit(written: FeatureCache) -> None:
@@ -482,56 +479,3 @@ def test_a_plan_is_exact_and_refuses_what_does_not_fit(written: FeatureCache) ->
     small = FeatureCache(written.path, replace(written.manifest, precision="fp8"), written.documents)
     with pytest.raises(ValueError, match=r"more than the disk budget of 1.00 KB; use a share of the data"):
         DiskPlan.of(small, 1000).check(small)
-
-
-def test_rows_of_a_stream_use_one_shard_after_the_other() -> None:
-    parts = [(0, 5), (5, 7), (7, 12)]
-    rows = StreamedRows(DOCUMENTS, 64, 0, parts)
-    shard_of = [next(i for i, (a, b) in enumerate(parts) if a <= d < b) for row in rows.epoch(0) for d in row]
-    assert shard_of == sorted(shard_of) and sorted(d for row in rows.epoch(0) for d in row) == list(range(12))
-    address, finished = (0, 0), []
-    for row in rows.epoch(0):
-        finished.append(rows.finished_parts(address))
-        assert all(shard >= finished[-1] for d in row for shard, (a, b) in enumerate(parts) if a <= d < b)
-        address = rows.next(address)
-    assert finished[0] == 0 and rows.finished_parts(address) == 3
-
-
-def size_of(file: Path) -> int:
-    """The bytes of a file; 0 if a writer has renamed it since it was listed."""
-    with contextlib.suppress(FileNotFoundError):
-        return file.stat().st_size
-    return 0
-
-
-def test_a_stream_waits_for_space_and_for_shards(target, live, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(writer_module, "POLL_SECONDS", 0.01)
-    layout = layout_of(target)
-    cache = new_cache(tmp_path / "cache", DOCUMENTS, layout, stream=True, budget=UNLIMITED)
-    budget = 2 * max(cache.bytes(i) for i in cache.shards)
-    assert len(cache.shards) > 4
-    one_at_a_time, threads = threading.Lock(), []
-
-    def compute(row: Packed) -> Features:  # a target's hooks are for one thread at a time
-        with one_at_a_time:
-            return live.features(row)
-
-    for _ in range(2):
-        there = FeatureCache.open(cache.path)
-        writer = FeatureWriter(there, compute, budget, 0, lambda line: None, lambda tokens: None)
-        threads.append(threading.Thread(target=writer.write, daemon=True))
-    for thread in threads:
-        thread.start()
-    rows = StreamedRows(DOCUMENTS, 64, 0, cache.manifest.shards)
-    source, address = disk_source(cache, live), (0, 0)
-    for row in source.ahead(rows[0, i] for i in range(len(rows.epoch(0)))):
-        assert sum(map(size_of, cache.path.glob("*shard*"))) <= budget
-        assert source.features(row).aux_TAD.any()
-        address = rows.next(address)
-        for shard in range(rows.finished_parts(address)):
-            cache.release(shard)
-    for thread in threads:
-        thread.join(60)
-    assert all(cache.used(i).exists() for i in cache.shards) and not list(cache.path.glob("shard*.safetensors"))
-    with pytest.raises(ValueError, match="was trained on and deleted"):
-        cache.offsets(0)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from fledge.data.dataset import StreamedRows
 from fledge.features import budget as budget_module
 from fledge.features.budget import RESERVED_SHARE, DiskPlan
 from fledge.features.cache import FeatureCache
@@ -100,8 +99,8 @@ def test_features_for_eagle1_alone(precision: str, fledge: Fledge, made: Path, t
     assert wrote.code == 0 and FeatureCache.open(tmp_path / "f").manifest.layers == [], wrote.err
     words = "train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--steps", 2, "--device", "cpu"
     assert fledge(*words, "--method", "eagle1").code == 0
-    ran = fledge("train", "--resume", tmp_path / "run", "--device-map", "auto")
-    assert ran.code == 2 and "--device-map has no effect with --features" in ran.err, ran.err
+    ran = fledge("train", "--resume", tmp_path / "run", "--shard-target")
+    assert ran.code == 2 and "--shard-target has no effect with --features" in ran.err, ran.err
     ran = fledge(*words[:4], tmp_path / "other", *words[5:])
     assert ran.code == 2 and "has the hidden states of layers [], and the draft also reads" in ran.err
 
@@ -180,7 +179,6 @@ def test_another_run_in_the_same_directory_is_refused(fledge: Fledge, made: Path
         (("--precision", "fp8"), "another precision (float32, not fp8)"),
         (("--data", f"{made / 'chats.jsonl'}@0.5"), "another data"),
         (("--aux-layers", "1,2,3"), "another layers"),
-        (("--stream", "--disk-budget", "1MB"), "is no stream; leave out --stream"),
     ):
         ran = fledge(*write_words(made, tmp_path / "f", *more))
         assert ran.code == 2 and what in ran.err and ran.err.count("\n") < 6, ran.err
@@ -241,17 +239,6 @@ def test_a_flipped_byte_is_found(fledge: Fledge, made: Path, tmp_path: Path) -> 
     file.unlink()
     assert fledge(*write_words(made, tmp_path / "f", "--precision", "fp8")).code == 0
     assert file.read_bytes() == whole
-
-
-def test_shards_without_hashes_can_be_read(fledge: Fledge, made: Path, tmp_path: Path) -> None:
-    """Those of earlier versions, whose header safetensors has written."""
-    assert fledge(*write_words(made, tmp_path / "f")).code == 0
-    cache = FeatureCache.open(tmp_path / "f")
-    for shard in cache.shards:
-        save_file(load_file(cache.file(shard)), cache.file(shard), cache.metadata(shard))
-    ran = fledge("features", "--verify", tmp_path / "f")
-    assert ran.code == 0 and f"{len(cache.shards)} shards have no hash, as an earlier version wrote them" in ran.err
-    assert fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *TRAIN).code == 0
 
 
 @pytest.mark.parametrize(
@@ -356,7 +343,6 @@ def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_p
     [
         (("--data", "d"), "--data has no effect with --features"),
         (("--max-length", 64), "--max-length has no effect with --features"),
-        (("--compile-target",), "--compile-target has no effect with --features"),
         (("--row-length", 32), "--row-length 32 is less than 64, the maximum document length of"),
         (("--aux-layers", "1,2,3"), "and the draft also reads [1, 3]"),
         (("--dtype", "float64"), None),
@@ -402,64 +388,3 @@ def test_held_out_records_of_the_features_measure_tau(fledge: Fledge, made: Path
     ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "quick", *TRAIN)
     assert ran.code == 0 and "τ is not measured by decoding" in ran.err
     assert "eval_tau" not in metrics_of(tmp_path / "quick")[-1]
-
-
-# -- streams ------------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_is_trained_on_while_it_is_written(fledge: Fledge, made: Path, tmp_path: Path) -> None:
-    """The directory never exceeds its budget, which is less than all features; a killed and resumed training ends like
-    one that was not killed."""
-    budget = 400_000
-    words = write_words(made, tmp_path / "f", "--stream", "--disk-budget", f"{budget}B")
-    trained = "--row-length", 64, "--depth", 2, "--draft-vocab", 200, "--device", "cpu", "--seed", 3
-    with python(RUN, *words) as writer:
-        largest, killed = 0, False
-        while not (tmp_path / "f" / "manifest.json").exists():
-            assert writer.poll() is None, "the writer ended"
-            time.sleep(0.02)
-        started = python(RUN, "train", "--features", tmp_path / "f", "--out", tmp_path / "run", *trained)
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline and (started.poll() is None or not killed):
-            largest = max(largest, sizes(tmp_path / "f"))
-            if not killed and len(list((tmp_path / "f").glob("*.used"))) > 3:
-                os.kill(started.pid, signal.SIGKILL)
-                started.wait()
-                killed = True
-                started = python(RUN, "train", "--resume", tmp_path / "run")
-            time.sleep(0.005)
-        assert started.wait(60) == 0 and writer.wait(60) == 0
-        started.stdout.close()
-    cache = FeatureCache.open(tmp_path / "f")
-    total = sum(cache.bytes(i) for i in cache.shards)
-    assert largest <= budget < total / 1.5
-    assert sizes(cache.path) < 50_000 and all(cache.used(i).exists() for i in cache.shards)
-    assert [m["step"] for m in metrics_of(tmp_path / "run")] == list(range(1, len(metrics_of(tmp_path / "run")) + 1))
-    again = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "again", *trained)
-    assert again.code == 2 and "another run has trained on its first shards" in again.err
-    more = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "more", *trained, "--epochs", 2)
-    assert more.code == 2 and "which is trained on once" in more.err
-
-
-def test_rows_that_do_not_fill_a_step_leave_no_shard(fledge: Fledge, made: Path, tmp_path: Path) -> None:
-    """They are named, and when the pass is over, their shards are deleted too."""
-    wrote = fledge(*write_words(made, tmp_path / "f", "--stream", "--disk-budget", "50MB"))
-    assert wrote.code == 0, wrote.err
-    cache = FeatureCache.open(tmp_path / "f")
-    rows = len(StreamedRows(cache.documents, 64, 0, cache.manifest.shards).epoch(0))
-    count = next(n for n in range(3, rows) if rows % n > 1)
-    words = "--row-length", 64, "--depth", 2, "--draft-vocab", 200, "--device", "cpu", "--rows-per-step", count
-    ran = fledge("train", "--features", tmp_path / "f", "--out", tmp_path / "run", *words)
-    assert ran.code == 0 and len(metrics_of(tmp_path / "run")) == rows // count, ran.err
-    assert f"the last {rows % count} rows are left out, of {rows}: they do not fill a step of {count} rows" in ran.err
-    assert not list(cache.path.glob("shard*.safetensors")) and all(cache.used(i).exists() for i in cache.shards)
-
-
-def sizes(directory: Path) -> int:
-    total = 0
-    for file in directory.iterdir():
-        try:
-            total += file.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total

@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 
 from support.chats import tiny_chats
 from support.openai_server import FakeServer
-from support.runs import as_before
 from support.targets import tiny_target_directory
 
 CASES = int(os.environ.get("FUZZ_CASES", "12"))  # cases per input; a few with a fixed seed by default
@@ -107,7 +106,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         device="cpu",
     )  # fmt: skip
     write_features(features, show.say, show)
-    as_before(shutil.copytree(root / "run", root / "before"))
     return root
 
 
@@ -330,7 +328,6 @@ INPUTS: dict[str, Input] = {
         damage_recipe("run/recipe.yaml"),
         (("train", "--resume", "run"), ("train", "--config", "run/recipe.yaml", "--out", "new")),
     ),
-    "a train.json of an earlier version": Input(damage_json("before/train.json"), (("train", "--resume", "before"),)),
     "a run's state": Input(damage_bytes("run/checkpoint/progress.json"), (("train", "--resume", "run"),)),
     "a manifest of features": Input(damage_json("features/manifest.json"), (tuple(FROM_FEATURES), tuple(FEATURES))),
     "documents of features": Input(damage_bytes("features/documents.safetensors"), (tuple(FROM_FEATURES),)),

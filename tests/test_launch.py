@@ -92,21 +92,16 @@ def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> No
         launch.run_ranks(options(device="cuda:0")),
     ):
         pass
-    with (
-        pytest.raises(ValueError, match="--longest-row tries rows on one GPU"),
-        launch.run_ranks(options(device="cpu", longest_row=True)),
-    ):
-        pass
 
 
 def test_a_restarted_process_resumes_the_run_that_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = options(out=str(tmp_path / "run"), replicate=True, rank_timeout=5.0)
+    given = options(out=str(tmp_path / "run"), shard_target=True, rank_timeout=5.0)
     assert launch.restarted_options(given) is given
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert launch.restarted_options(given) is given, "nothing was begun"
     RunDirectory(tmp_path / "run").start("a: 1")
     found = launch.restarted_options(given)
-    assert found.resume == given.out and found.replicate and found.rank_timeout == 5.0 and not found.data
+    assert found.resume == given.out and found.shard_target and found.rank_timeout == 5.0 and not found.data
     assert launch.restarted_options(found) is found
 
 
@@ -115,9 +110,9 @@ def test_rows_of_a_step_are_settled(fledge: Any, tmp_path: Path) -> None:
     recipe."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     run = tmp_path / "run"
-    words = ["--target", target, "--data", data, "--out", run, "--device", "cpu", "--replicate", *FLAGS]
+    words = ["--target", target, "--data", data, "--out", run, "--device", "cpu", "--rank-timeout", 3, *FLAGS]
     assert fledge("train", *words).code == 0
     recipe = recipe_of(run)
-    assert recipe["settled"]["rows_per_step"] == 1 and "replicate" not in recipe and "rows_per_step" not in recipe
+    assert recipe["settled"]["rows_per_step"] == 1 and "rank_timeout" not in recipe and "rows_per_step" not in recipe
     again = fledge("train", "--resume", run, "--rank-timeout", 2)
     assert again.code == 0 and len(metrics_of(run)) == 2, again.err

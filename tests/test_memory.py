@@ -223,7 +223,6 @@ def test_no_row_fits(device: Device) -> None:
     ("words", "reason"),
     [
         (("--impl", "triton", "--device", "cpu"), "--impl triton needs a CUDA GPU"),
-        (("--longest-row", "--device", "cpu"), "--longest-row needs a CUDA GPU"),
         (("--impl", "fast"), "--impl fast is not one of eager, flex, triton"),
         (("--loss", "mse"), "--loss mse is not one of ce, kl, accept, mixed"),
         (("--activations", "some"), "--activations some is not one of keep, recompute, auto"),

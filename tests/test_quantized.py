@@ -1,4 +1,4 @@
-"""Targets with quantized weights, and targets that transformers places by a device_map.
+"""Targets with quantized weights.
 
 The packages of the formats are not needed for most tests. Those that need one run where it is installed.
 """
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from fledge import train_draft
 from fledge.jobs.training.target import live_features
-from fledge.targets import loading
 from fledge.targets.loading import load_target
 from fledge.targets.parts import layout_of, parts_of, target_of_parts
 from fledge.targets.quantized import quantization_of, weight_of
@@ -255,29 +254,3 @@ def assert_trains(path: Path, directory: Path, name: str) -> None:
         target=path, data=data, out=run, max_length=64, row_length=128, draft_vocab=200, steps=2, depth=2, device="cpu"
     )
     assert len(metrics_of(run)) == 2
-
-
-# -- device_map -----------------------------------------------------------------------------------------------------
-
-
-def test_a_device_map_needs_accelerate_and_a_known_name(tmp_path: Path) -> None:
-    path, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 20)
-    given = dict(target=path, data=data, max_length=64, row_length=128, draft_vocab=200, steps=2, depth=2, device="cpu")
-    with pytest.raises(ValueError, match="--device-map best is not one of auto, balanced, balanced_low_0, sequential"):
-        train_draft(**given, out=tmp_path / "a", device_map="best")
-    if not importlib.util.find_spec("accelerate"):
-        with pytest.raises(ValueError, match="pip install accelerate"):
-            train_draft(**given, out=tmp_path / "a", device_map="auto")
-        return
-    for name, how in (("a", {}), ("b", dict(device_map="auto"))):
-        train_draft(**given, **how, out=tmp_path / name)
-    ours, theirs = ([m["loss"] for m in metrics_of(tmp_path / name)] for name in "ab")
-    assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def test_a_target_that_is_partly_in_host_memory_is_refused() -> None:
-    for places in ({"a": 0, "b": "cpu"}, {"": "disk"}):
-        with pytest.raises(ValueError, match="the target t does not fit on the GPUs of one process; use more of them"):
-            loading._check_placed(SimpleNamespace(hf_device_map=places), "t")
-    loading._check_placed(SimpleNamespace(hf_device_map={"": "cpu"}), "t")
-    loading._check_placed(SimpleNamespace(hf_device_map={"a": 0, "b": 1}), "t")

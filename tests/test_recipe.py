@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 
 import fledge as api
 from fledge.config import DraftConfig
-from fledge.jobs.options import RenamedOption
 from fledge.jobs.train import TrainOptions
 from fledge.jobs.training.plain_yaml import read_yaml, write_yaml
 from fledge.jobs.training.recipe import NewDraft, resolve
@@ -135,7 +132,6 @@ def test_paths_that_cannot_be_recipes_are_refused(tmp_path: Path, fledge) -> Non
         ("template_kwargs: [1]", "template_kwargs: [1] is not of type str | None"),
         ("resume: run", "resume cannot be set in a file; give --resume on the command line"),
         ("config: other.yaml", "config cannot be set in a file"),
-        ("longest_row: true", "longest_row cannot be set in a file"),
         (
             "method: eagle2",
             "combined with the given flags: --method eagle2 is not one of eagle3, eagle3.1, peagle, eag",
@@ -319,7 +315,7 @@ def test_a_runs_recipe_trains_the_same_draft_again(flags: list, made: Path, tmp_
     assert first.code == 0, first.err
     recipe = recipe_of(tmp_path / "run")
     assert recipe["fledge_version"] == api.__version__ and recipe["steps"] == 3 and "epochs" not in recipe
-    assert recipe["settled"]["steps"] == 3 and not {"out", "resume", "config", "longest_row"} & recipe.keys()
+    assert recipe["settled"]["steps"] == 3 and not {"out", "resume", "config"} & recipe.keys()
     again = fledge("train", "--config", tmp_path / "run" / "recipe.yaml", "--out", tmp_path / "again")
     assert again.code == 0 and "is not used" not in again.err, again.err
     draft, other = tmp_path / "run" / "draft", tmp_path / "again" / "draft"
@@ -340,34 +336,6 @@ def test_from_python(made: Path, tmp_path: Path) -> None:
     assert weights.read_draft_config(trained.draft).draft_vocab_size == 200
     recipe = recipe_of(tmp_path / "run")
     assert recipe["steps"] == 2 and recipe["data"] == [str(made / "chats.jsonl")]
-
-
-# -- former names -----------------------------------------------------------------------------------------------------
-
-
-def test_former_names_still_work(made: Path, tmp_path: Path) -> None:
-    words = ["--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "run", *SHORT]
-    command = [sys.executable, "-m", "fledge", "train", *map(str, words), "--keep-unseen", "--method", "peagle"]
-    ran = subprocess.run([*command, "--cod-least", "0.4"], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "fledge: --keep-unseen is now called --keep-out-of-vocab; the next release" in ran.stderr
-    assert "--cod-least is now called --cod-min-rate" in ran.stderr
-    recipe = recipe_of(tmp_path / "run")
-    assert recipe["keep_out_of_vocab"] is True and recipe["cod_min_rate"] == 0.4
-    with pytest.warns(RenamedOption, match="recipe.yaml: keep_unseen is now called .*keep_out_of_vocab"):
-        options, _ = merged(tmp_path, BASE + "keep_unseen: true\n")
-    assert options.keep_out_of_vocab is True
-    with (
-        pytest.raises(ValueError, match="give --target"),
-        pytest.warns(RenamedOption, match="^cod_least is now called"),
-    ):
-        api.train_draft(cod_least=0.4, out=tmp_path / "other")
-
-
-def test_former_names_are_not_shown_and_do_not_mix(fledge, tmp_path: Path) -> None:
-    assert "keep-unseen" not in fledge("train", "--help").out
-    ran = fledge("train", "--keep-unseen", "--keep-out-of-vocab")
-    assert ran.code == 2 and "--keep-unseen is the former name of --keep-out-of-vocab; give only" in ran.err
 
 
 # -- τ ----------------------------------------------------------------------------------------------------------------

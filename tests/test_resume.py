@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 
 from fledge.data.dataset import Rows
 from fledge.jobs import display as display_module
-from fledge.jobs import train as train_job
 from fledge.models.weights import load_draft
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
@@ -36,7 +35,7 @@ from support.commands import run_to_its_end
 from support.files import metrics_of, write_rows
 from support.mutations import replace_function
 from support.rows import document
-from support.runs import as_before, recipe_of, state_file, write_recipe
+from support.runs import recipe_of, state_file, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 DRIVER = """
@@ -571,44 +570,6 @@ def test_a_flipped_bit_of_the_state_is_refused(tmp_path, fledge):
     words = "--init-from", tmp_path / "run" / "checkpoint", "--out", tmp_path / "anew", *FLAGS
     assert fledge("train", "--target", target, "--data", data, *words).code == 0, "the command that the message names"
     assert len(metrics_of(tmp_path / "anew")) == 6
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda c: [c], "contains a list, not a JSON object"),
-        (lambda c: {**c, "options": [1]}, "does not contain the options of the run"),
-        (lambda c: {"options": c["options"]}, "does not contain the options of the run"),
-        (lambda c: {**c, "options": {**c["options"], "lr": "fast"}}, "--lr 'fast' is not of type"),
-        (lambda c: {**c, "options": {**c["options"], "steps": 2.5}}, "--steps 2.5 is not of type"),
-        (lambda c: {**c, "options": {**c["options"], "data": "chats.jsonl"}}, "--data 'chats.jsonl' is not of type"),
-        (lambda c: {**c, "options": {**c["options"], "data": [3]}}, "--data [3] is not of type"),
-        (lambda c: {**c, "options": {**c["options"], "target": {"a": 1}}}, "--target {'a': 1} is not of type"),
-        (lambda c: {**c, "options": {**c["options"], "fc_norm": None}}, "--fc-norm None is not of type"),
-    ],
-)
-def test_a_train_json_that_training_did_not_write_is_refused(change, reason, tmp_path, fledge):
-    options = asdict(train_job.TrainOptions(target="target", data=["chats.jsonl"]))
-    (tmp_path / "train.json").write_text(json.dumps(change({"options": options, "data_sha256": "0"})))
-    ran = fledge("train", "--resume", tmp_path)
-    assert ran.code == 2 and reason in ran.err and "damaged; start a new run" in ran.err, ran.err
-
-
-def test_a_run_that_an_earlier_version_started_ends_bit_for_bit_the_same(tmp_path, fledge, monkeypatch):
-    """Its directory has that version's train.json, with former option names, in place of recipe.yaml."""
-    target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
-    flags = """--method eagle3 --keep-out-of-vocab --draft-vocab 200 --max-length 64 --row-length 128 --steps 6
-               --depth 3 --rows-per-step 2 --eval-every 2 --eval-tokens 4 --seed 3 --device cpu""".split()
-    words = ["train", "--target", target, "--data", data, *flags]
-    assert fledge(*words, "--out", tmp_path / "unbroken").code == 0
-    during_step(monkeypatch, 3, lambda: send(signal.SIGINT))
-    assert fledge(*words, "--out", tmp_path / "stopped").code == 130
-    monkeypatch.undo()
-    for run in ("unbroken", "stopped"):
-        as_before(tmp_path / run)
-    resumed = fledge("train", "--resume", tmp_path / "stopped")
-    assert resumed.code == 0 and "now called" not in resumed.err, resumed.err
-    assert_same_run(tmp_path / "unbroken", tmp_path / "stopped")
 
 
 def recipe_with(change: Callable[[dict], object]) -> dict:

@@ -30,7 +30,6 @@ from fledge.train.memory import resize_row
 from fledge.types import Document, Features, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
-from support.rows import document
 from support.targets import greedy_by_transformers, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 SHAPE = dict(
@@ -308,22 +307,6 @@ def test_features_are_transformers_hidden_states(family):
     torch.testing.assert_close(features.last_TD, out.hidden_states[-1][0], rtol=0, atol=0)
     torch.testing.assert_close(target.norm(features.aux_TAD[:, 4]), features.last_TD, rtol=0, atol=0)
     assert not torch.equal(features.aux_TAD[:, 4], features.last_TD)
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
-def test_compiled_parts_compute_the_same(family):
-    """torch.compile captures norms and MLPs once for all layers and lengths, with the same results."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    target = tiny_target(family)
-    rows = [make_row([document(n, (0, n))], n) for n in (9, 30, 31)]
-    plain = [target.features(row, (2, 4, 5)) for row in rows]
-    target.compile(backend="aot_eager")
-    for row, expected in zip(rows, plain, strict=True):
-        found = target.features(row, (2, 4, 5))
-        torch.testing.assert_close(found.aux_TAD, expected.aux_TAD)
-        torch.testing.assert_close(found.last_TD, expected.last_TD)
-    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
 def test_decoding_gives_the_same_features_and_logits_as_one_pass():

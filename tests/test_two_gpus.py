@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
 import signal
 import subprocess
@@ -150,13 +149,10 @@ def trained(directory: Path, name: str, *words: object) -> list[dict[str, Any]]:
 
 
 def test_targets_larger_than_a_gpu_in_training(tmp_path: Path) -> None:
-    """A GPU that feeds the other, layers that are sharded, and layers that a device_map places: the losses and τ of one
-    GPU."""
+    """A GPU that feeds the other, and layers that are sharded: the losses and τ of one GPU."""
     tiny_target_directory(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
     tiny_chats(tmp_path / "chats.jsonl", 170)
     ways = {"fed": ("--gpus", 2, "--target-gpus", 1), "sharded": ("--gpus", 2, "--shard-target")}
-    if importlib.util.find_spec("accelerate"):
-        ways["placed"] = ("--device-map", "balanced")
     expected = trained(tmp_path, "one", "--device", "cuda:0")
     assert sum("eval_tau" in m for m in expected) == 3
     for name, words in ways.items():

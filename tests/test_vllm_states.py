@@ -548,7 +548,6 @@ def test_the_command() -> None:
         (("--features-from", "http://h", "--features", "f"), "give one of them"),
         (("--features-from", "http://h", "--eval-every", 5), "--eval-every has no effect with --features-from, as the"),
         (("--features-from", "http://h", "--eval-prompts", "p"), "--eval-prompts has no effect with --features-from"),
-        (("--features-from", "http://h", "--compile-target"), "--compile-target has no effect with --features-from"),
         (("--features-from", "http://h", "--features-map", "/a"), "--features-map /a is not THERE=HERE"),
         (("--features-from", "http://h", "--features-layers", "a"), "--features-layers a is not a list of layer"),
         (("--features-from", "."), "holds no hidden states"),

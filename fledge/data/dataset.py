@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -183,29 +182,3 @@ class Rows:
         most = int(supervised.argmax())
         indices = [most] if longest[most] == longest.max() else [most, int(longest.argmax())]
         return [self[0, i] for i in indices]
-
-
-class StreamedRows(Rows):
-    """Rows of a single epoch in which one part of the documents comes after the other; `parts` are [first, end).
-
-    No row has documents of two parts, so that a part is not needed any more after its last row. The rows are those of
-    one epoch whatever epoch is asked for.
-    """
-
-    def __init__(self, documents: Sequence[Document], row_length: int, seed: int, parts: Sequence[tuple[int, int]]):
-        super().__init__(documents, row_length, seed)
-        rows: list[list[int]] = []
-        self.last_rows: list[int] = []  # the number of rows up to the end of each part
-        for i, (first, end) in enumerate(parts):
-            packed = pack(documents[first:end], row_length, seed=seed * 1_000_003 + i)
-            rows += [[first + j for j in row] for row in packed]
-            self.last_rows.append(len(rows))
-        self._rows = EpochRows(rows)
-
-    def epoch(self, epoch: int) -> EpochRows:
-        return self._rows
-
-    def finished_parts(self, address: tuple[int, int]) -> int:
-        """The number of parts all of whose rows are before an address."""
-        epoch, i = address
-        return len(self.last_rows) if epoch else bisect.bisect_right(self.last_rows, i)

@@ -17,7 +17,6 @@ RESERVE, RESERVED_SHARE = 10 * GB, 0.05  # the default budget leaves the smaller
 # A shard has at most MAX_SHARD bytes. Small caches have smaller ones, so that several processes share the work and
 # little is lost when one is killed.
 MAX_SHARD, MIN_SHARD, SHARDS = 512 * 2**20, 2**20, 64
-STREAMED_SHARDS = 8  # the shards that fit in the budget of a stream, at least
 
 
 def parse_bytes(text: str) -> int:
@@ -34,10 +33,9 @@ def format_bytes(count: float) -> str:
     return f"{count:,.0f} bytes" if unit == "B" else f"{count / UNITS[unit]:,.2f} {unit}"
 
 
-def shard_bytes(total: int, budget: int | None) -> int:
-    """The size of a shard, for features of `total` bytes. `budget` is that of a stream; otherwise None."""
-    size = min(MAX_SHARD, max(total // SHARDS, MIN_SHARD))
-    return size if budget is None else max(1, min(size, budget // STREAMED_SHARDS))
+def shard_bytes(total: int) -> int:
+    """The size of a shard, for features of `total` bytes."""
+    return min(MAX_SHARD, max(total // SHARDS, MIN_SHARD))
 
 
 def default_budget(path: Path, taken: int = 0) -> int:
@@ -95,17 +93,9 @@ class DiskPlan:
 
     def check(self, cache: FeatureCache) -> None:
         """Raises ValueError if the features do not fit in the budget or on the disk."""
-        if cache.manifest.stream:
-            largest = document_bytes(cache) + max(map(cache.bytes, cache.shards))
-            if largest > min(self.budget, self.free + self.taken):
-                raise ValueError(
-                    f"a shard takes {format_bytes(largest)}, more than the disk budget or the free space; raise "
-                    "--disk-budget, or choose another --out"
-                )
-            return
-        advice = "use a share of the data (@0.5), or write a stream (--stream)"
+        advice = "use a share of the data (@0.5)"
         if cache.manifest.precision != "fp8":
-            advice = f"store fp8 (--precision fp8), {advice}"
+            advice = f"store fp8 (--precision fp8), or {advice}"
         if self.total > self.budget:
             raise ValueError(
                 f"the features take {format_bytes(self.total)}, more than the disk budget of "

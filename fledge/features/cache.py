@@ -4,7 +4,6 @@
     documents.safetensors    tokens, spans and lengths of all documents, so that training needs no other data
     held-out.jsonl           records that are not among the documents, to measure τ
     shard-00000.safetensors  the features of the shard's documents, concatenated (`Layout.tensors`)
-    shard-00000.used         in place of a shard that was trained on and deleted (streams only)
 
 A shard is written to a temporary file, flushed to the disk and renamed, so each file of that name is complete. Its
 metadata name the manifest that it belongs to, and the hash of its content. The hash is compared only when a user asks
@@ -64,8 +63,7 @@ class Manifest:
     documents. `template_modes` are all sets of template variables of the documents (empty: one, `template_kwargs`).
     `layers`, `width`, `precision` and `all_last` are those of `Layout`, and `dtype` is the one in which the
     target computed. `tokens` and `last_states` are the numbers of tokens and of stored final states. `shards` are the
-    documents of each shard, [first, end). A `stream` is trained on once, and each shard is deleted after its use;
-    `budget` is then the most bytes that it takes at a time.
+    documents of each shard, [first, end).
     """
 
     format: int
@@ -89,8 +87,6 @@ class Manifest:
     all_last: bool
     dtype: str
     shards: list[list[int]]
-    stream: bool
-    budget: int | None
 
     @property
     def layout(self) -> Layout:
@@ -186,22 +182,13 @@ class FeatureCache:
     def lock(self, shard: int) -> Path:
         return self.file(shard).with_suffix(".lock")
 
-    def used(self, shard: int) -> Path:
-        return self.file(shard).with_suffix(".used")
-
     def is_written(self, shard: int) -> bool:
-        """Whether a shard was written; it may have been used and deleted since."""
-        return self.file(shard).exists() or self.used(shard).exists()
+        return self.file(shard).exists()
 
     def check_written(self) -> None:
         """Raises ValueError for a shard that is there, but truncated, damaged or of other features."""
-        for shard in self.shards:
-            if self.file(shard).exists():
-                try:
-                    self._header(shard)
-                except ValueError:
-                    if not self.used(shard).exists():  # training may have used and deleted it meanwhile
-                        raise
+        for shard in filter(self.is_written, self.shards):
+            self._header(shard)
 
     def tokens(self, shard: int) -> int:
         """The number of tokens of a shard."""
@@ -219,11 +206,6 @@ class FeatureCache:
         """Writes a shard, contiguous tensors on the CPU; it has its name only when all of it is on the disk."""
         write_shard(self.file(shard), tensors, self.metadata(shard), self.temporary(shard))
 
-    def release(self, shard: int) -> None:
-        """Deletes a shard of a stream after its use."""
-        self.used(shard).touch()
-        self.file(shard).unlink(missing_ok=True)
-
     def offsets(self, shard: int) -> dict[str, int]:
         """The position of each tensor in a shard's file, in bytes.
 
@@ -232,17 +214,16 @@ class FeatureCache:
         """
         return {name: start for name, (start, _) in self._header(shard)[0].items()}
 
-    def verify(self, shard: int) -> bool:
-        """Reads a shard and compares the hash of its content with the one that it was written with. Returns whether it
-        has one, which earlier versions did not write. Raises ValueError as `offsets` does, and if the hashes differ."""
+    def verify(self, shard: int) -> None:
+        """Reads a shard, and compares the hash of the content with the hash in the header. Raises ValueError as
+        `offsets` does, and if the hashes differ."""
         ranges, expected = self._header(shard)
-        if expected is not None and file_hash(self.file(shard), list(ranges.values())) != expected:
+        if file_hash(self.file(shard), list(ranges.values())) != expected:
             raise ValueError(f"{self.file(shard)} is damaged: its content is not what was written; {_REPLACE}")
-        return expected is not None
 
     def _header(self, shard: int) -> tuple[dict[str, tuple[int, int]], str | None]:
-        """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of its content, if it has
-        one. Raises ValueError as `offsets` says."""
+        """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of its content (None: it has
+        none). Raises ValueError as `offsets` says."""
         file = self.file(shard)
         first, end = self.manifest.shards[shard]
         expected = self.layout.tensors(sum(self.sizes.tokens[first:end]), sum(self.sizes.last[first:end]))
@@ -268,8 +249,6 @@ class FeatureCache:
                 raise ValueError(f"{file} has {file.stat().st_size:,} bytes instead of {end:,}; {_REPLACE}")
             return ranges, content
         except FileNotFoundError as e:
-            if self.used(shard).exists():
-                raise ValueError(f"{file} was trained on and deleted, as a part of a stream; {_ANEW}") from e
             raise ValueError(f"{file} is missing; {_REWRITE}") from e
         except (LookupError, TypeError, AttributeError) as e:
             raise ValueError(f"{file} is damaged: it has no header of a shard; {_REPLACE}") from e
@@ -323,7 +302,6 @@ def _checks(manifest: Manifest) -> dict[str, bool]:
         "width": manifest.width > 0,
         "tokens": manifest.tokens > 0,
         "max_length": manifest.max_length > 2,
-        "budget": type(manifest.budget) is int if manifest.stream else manifest.budget is None,
         "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
         "template_modes": isinstance(manifest.template_modes, list)
         and all(isinstance(mode, dict) for mode in manifest.template_modes),

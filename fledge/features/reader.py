@@ -10,9 +10,7 @@ import functools
 import itertools
 import math
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -24,8 +22,6 @@ from fledge.features.layout import LAST, LAYERS, SCALES, Layout, Places, place
 from fledge.types import Document, Packed
 
 PIECE_BYTES = 4 * 2**20  # that are read at a time
-POLL_SECONDS = 0.2
-PATIENCE_SECONDS = 30  # how long a shard of a stream is waited for without a message
 
 
 class Extent(NamedTuple):
@@ -61,18 +57,17 @@ class RowLayout:
 
 class RowReader:
     """Finds and reads the stored features of rows whose `sources` are documents of the cache. `names` are the tensors
-    to read. `say` is called with a message if a shard of a stream is waited for."""
+    to read."""
 
-    def __init__(self, cache: FeatureCache, names: Sequence[str], say: Callable[[str], None]):
-        self.cache, self.names, self.say = cache, names, say
-        self.closed = threading.Event()  # set when reading ends, so that no thread waits for a shard any more
+    def __init__(self, cache: FeatureCache, names: Sequence[str]):
+        self.cache, self.names = cache, names
 
     def layout(self, row: Packed) -> RowLayout:
         return RowLayout.of(row, self.cache.layout, self.names)
 
     def pieces(self, row: Packed, layout: RowLayout) -> Iterator[list[Extent]]:
-        """The stored features of a row in pieces of at most PIECE_BYTES consecutive bytes of the row. Waits for shards
-        of a stream. Raises ValueError for shards that are missing, truncated, damaged or of other features."""
+        """The stored features of a row in pieces of at most PIECE_BYTES consecutive bytes of the row. Raises ValueError
+        for shards that are missing, truncated, damaged or of other features."""
         places = [self._places[document] for document in row.sources]
         starts = list(itertools.accumulate(layout.kept, initial=0))
         for name, (first, dtype, shape) in layout.tensors.items():
@@ -110,17 +105,7 @@ class RowReader:
 
     @functools.cache  # noqa: B019 (a reader lives as long as its training)
     def _offsets(self, shard: int) -> dict[str, int]:
-        if self.cache.manifest.stream:
-            self._wait_for(shard)
         return self.cache.offsets(shard)  # also checks the file
-
-    def _wait_for(self, shard: int) -> None:
-        """Waits until a shard of a stream is written. Says so if it takes long."""
-        began, said = time.monotonic(), False
-        while not self.cache.is_written(shard) and not self.closed.wait(POLL_SECONDS):
-            if not said and time.monotonic() - began > PATIENCE_SECONDS:
-                self.say(f"waiting for {self.cache.file(shard)}, which `fledge features` has to write")
-                said = True
 
     @functools.cached_property
     def _places(self) -> list[tuple[int, int, int]]:

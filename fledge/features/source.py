@@ -52,7 +52,7 @@ class DiskFeatures:
 
     def __init__(
         self, cache: FeatureCache, layers: Sequence[int], logits: Callable[[Tensor], Tensor], device: torch.device,
-        dtype: torch.dtype, say: Callable[[str], None] = lambda line: None,
+        dtype: torch.dtype,
     ):  # fmt: skip
         self.cache, self.logits, self.device, self.dtype = cache, logits, device, dtype
         known = cache.layout.layers
@@ -62,7 +62,7 @@ class DiskFeatures:
                 "choose among the former by --aux-layers, or write features of these layers"
             )
         self.columns = [known.index(i) for i in layers]
-        self.reader = RowReader(cache, tensors_read(cache.layout, self.columns), say)
+        self.reader = RowReader(cache, tensors_read(cache.layout, self.columns))
         self._slots: list[Slot] = []
         self._free: SimpleQueue[Slot | None] = SimpleQueue()  # those of `_slots` that no row is read into
         self._ahead: dict[int, Future[StagedRow]] = {}  # by the id of the row, in the order of the rows
@@ -76,7 +76,6 @@ class DiskFeatures:
         self._free = SimpleQueue()
         for slot in self._slots_for(first.token_T.numel()):
             self._free.put(slot)
-        self.reader.closed.clear()
         with ThreadPoolExecutor(READERS) as readers, ThreadPoolExecutor(1) as planner:
             upcoming: deque[Packed] = deque()
             try:
@@ -87,7 +86,6 @@ class DiskFeatures:
                         yield upcoming.popleft()
                 yield from upcoming
             finally:
-                self.reader.closed.set()
                 self._free.put(None)  # so that the planner waits no more
                 self._ahead.clear()
                 planner.shutdown(wait=True, cancel_futures=True)

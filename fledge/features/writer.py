@@ -73,8 +73,8 @@ class FeatureWriter:
         """Writes until every shard is there, also those that other processes write, and takes over those that other
         processes abandoned.
 
-        Raises ValueError if a shard would exceed the budget or leave less than the reserve, except in a stream, which
-        waits until training has used shards; and OSError if the disk is full. Finished shards stay.
+        Raises ValueError if a shard would exceed the budget or leave less than the reserve, and OSError if the disk is
+        full. Finished shards stay.
         """
         waiting = False
         with ThreadPoolExecutor(1) as executor:
@@ -88,14 +88,13 @@ class FeatureWriter:
                     time.sleep(POLL_SECONDS)
 
     def _claim(self, shard: int, executor: ThreadPoolExecutor) -> bool:
-        """Writes a shard, unless another process has written it or is writing it, or it is not its turn. Returns
-        whether it did."""
+        """Writes a shard, unless another process has written it or is writing it. Returns whether it did."""
         with contextlib.ExitStack() as claim:
             try:
                 claim.enter_context(exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))))
             except InUse:
                 return False
-            if self.cache.is_written(shard) or not self._in_turn(shard):
+            if self.cache.is_written(shard):
                 return False
             self._allot(shard)
             try:
@@ -109,19 +108,10 @@ class FeatureWriter:
             self._written += 1
         return True
 
-    def _in_turn(self, shard: int) -> bool:
-        """Whether all shards that training needs before this one have their share of the budget. In a stream, a later
-        shard could otherwise take the space of one that training waits for."""
-        return not self.cache.manifest.stream or all(
-            self.cache.is_written(i) or self.cache.temporary(i).exists() for i in range(shard)
-        )
-
     def _save(self, shard: int, tensors: dict[str, Tensor], claim: contextlib.ExitStack) -> None:
         with claim:
             try:
                 self.cache.save(shard, tensors)
-                if self.cache.used(shard).exists():  # training ended meanwhile, without this shard
-                    self.cache.release(shard)
             except OSError as e:
                 if (full := disk_full_errno(e)) is None:
                     raise
@@ -158,24 +148,14 @@ class FeatureWriter:
     # -- disk space ---------------------------------------------------------------------------------------------
 
     def _allot(self, shard: int) -> None:
-        """Reserves the shard's share of the budget by creating its temporary file. A stream waits until it fits."""
-        waiting = False
-        while True:
-            with self._accounts():
-                needed = self.cache.bytes(shard)
-                excess = self._taken(shard) + needed - self.budget
-                if excess <= 0 and shutil.disk_usage(self.cache.path).free - needed >= self.reserve:
-                    self.cache.temporary(shard).touch()
-                    return
-            if not self.cache.manifest.stream:
+        """Reserves the shard's share of the budget by creating its temporary file."""
+        with self._accounts():
+            needed = self.cache.bytes(shard)
+            excess = self._taken(shard) + needed - self.budget
+            if excess > 0 or shutil.disk_usage(self.cache.path).free - needed < self.reserve:
                 limit = f"exceed the disk budget of {self.budget:,} bytes" if excess > 0 else "nearly fill the disk"
                 raise ValueError(f"{self.cache.file(shard)} would {limit}; free some space, {CONTINUE}")
-            if self._saving is not None and self._saving.done():
-                self._finish_saving()  # raises its error, if it failed
-            if not waiting:
-                self.say("the disk budget is used up; waiting until `fledge train` has used and deleted shards")
-            waiting = True
-            time.sleep(POLL_SECONDS)
+            self.cache.temporary(shard).touch()
 
     def _taken(self, shard: int) -> int:
         """The bytes of all shards but one; those that are being written count as a whole."""
@@ -184,7 +164,7 @@ class FeatureWriter:
             if i != shard and self.cache.temporary(i).exists():
                 taken += self.cache.bytes(i)
             else:
-                with contextlib.suppress(FileNotFoundError):  # not written yet, or used and deleted
+                with contextlib.suppress(FileNotFoundError):  # not written yet
                     taken += self.cache.file(i).stat().st_size
         return taken
 

@@ -71,7 +71,6 @@ class EvalOptions(DecodeOptions):
         None,
     )
     baseline_endpoint: str | None = opt("address of the same server without a draft, to compare with", None)
-    baseline_model: str | None = opt("name of that server's model (default: --model, or its only one)", None)
     concurrency: list[int] = opt(
         "number of requests in flight at the server; repeat to compare (default: 1)", repeatable=True
     )
@@ -87,10 +86,8 @@ class EvalOptions(DecodeOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.endpoint is None:
-            needless = (*SERVER_OPTIONS, "baseline_endpoint", "baseline_model", "concurrency")
+            needless = (*SERVER_OPTIONS, "baseline_endpoint", "concurrency")
             self.refuse(needless, "without --endpoint; give it, or")
-        if self.baseline_endpoint is None:
-            self.refuse(["baseline_model"], "without --baseline-endpoint; give it, or")
         if self.endpoint is not None and not self.draft:
             self.refuse(("batch", "device", "dtype", "target_impl"), "with --endpoint unless fledge decodes too, which")
 

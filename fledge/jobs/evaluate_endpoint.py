@@ -195,7 +195,7 @@ async def _measure_all(
 
         client, plain = await connect(options.endpoint, options.model), None
         if options.baseline_endpoint:
-            plain = await connect(options.baseline_endpoint, options.baseline_model or options.model)
+            plain = await connect(options.baseline_endpoint, options.model)
             if (ours := client.server.model) != (theirs := plain.server.model):
                 progress.say(
                     f"the servers call their models {ours} and {theirs}; a speedup means something only if these are "

@@ -41,7 +41,6 @@ VALUES: dict[str, tuple[str, ...]] = {
     "impl": ("eager", "flex", "triton"),
     "activations": ("keep", "recompute", "auto"),
     "log": ("tensorboard", "wandb"),
-    "device_map": ("auto", "balanced", "balanced_low_0", "sequential"),
     "draft_mode": ("chain", "tree", "parallel"),
     "draft_sampling": ("coupled", "sample"),
     "draft_cache": ("stable", "unstable"),

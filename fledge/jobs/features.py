@@ -70,10 +70,6 @@ class FeaturesOptions(Options):
     disk_budget: str | None = opt(
         "most bytes on the disk, e.g. 500GB (default: the free space, less 5% of it or 10 GB)", None
     )
-    stream: bool = opt(
-        "wait when the budget is used up, for `fledge train --features` to use and delete shards: for data larger than "
-        "the disk, which is trained on once, while it is written", False
-    )  # fmt: skip
     max_length: int | None = opt(
         "maximum document length in tokens; longer documents are cut into windows (default: 2,048, or the target's "
         "context if that is shorter)", None, minimum=3,
@@ -111,12 +107,11 @@ def verify(directory: str, say: Callable[[str], None], progress: Any) -> None:
     from fledge.features.cache import FeatureCache
 
     cache = FeatureCache.open(directory)
-    shards = [i for i in cache.shards if not cache.used(i).exists()]
-    problems, without = [], 0
+    shards, problems = cache.shards, []
     with progress.count("tokens", sum(map(cache.tokens, shards)), unit="tokens") as advance:
         for shard in shards:
             try:
-                without += not cache.verify(shard)
+                cache.verify(shard)
             except ValueError as e:
                 problems.append(str(e))
             advance(cache.tokens(shard))
@@ -125,14 +120,12 @@ def verify(directory: str, say: Callable[[str], None], progress: Any) -> None:
     if problems:
         more = f" ({len(problems):,} of {len(shards):,} shards)" if len(problems) > 1 else ""
         raise ValueError(problems[-1] + more)
-    if without:
-        say(f"{without:,} shards have no hash, as an earlier version wrote them; their headers and sizes are right")
     say(f"{directory}: {len(shards):,} shards are as they were written")
 
 
 def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
     """Writes the features, or those that are missing, as `run` says."""
-    from fledge.features.budget import DiskPlan, default_budget, parse_bytes
+    from fledge.features.budget import DiskPlan, parse_bytes
     from fledge.features.codec import PRECISIONS
     from fledge.features.writer import FeatureWriter
 
@@ -142,12 +135,10 @@ def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -
         raise ValueError(f"--precision {options.precision} is not one of {', '.join(PRECISIONS)}")
     out = check_output_path(options.out, "--out", directory=True)
     budget = None if options.disk_budget is None else parse_bytes(options.disk_budget)
-    if options.stream and budget is None:
-        budget = default_budget(out)
     source, data, documents, held_out = _prepare(options, say, progress)
-    cache = _open(out, _manifest(options, source, data, documents, budget), documents)
+    cache = _open(out, _manifest(options, source, data, documents), documents)
     cache.check_written()
-    plan = DiskPlan.of(cache, cache.manifest.budget if options.stream else budget)
+    plan = DiskPlan.of(cache, budget)
     say(plan.describe(cache))
     plan.check(cache)
     if not (missing := [i for i in cache.shards if not cache.is_written(i)]):
@@ -188,7 +179,7 @@ def _prepare(
     if layers == () and not options.all_final_states:
         raise ValueError("--aux-layers none needs --all-final-states: EAGLE-1 reads the final states of all tokens")
     set_up_process(device)
-    requested = TargetRecipe(options.target, options.trust_remote_code, options.dtype, compile=False)
+    requested = TargetRecipe(options.target, options.trust_remote_code, options.dtype)
     sources = with_columns(options.data, options.columns)
     data = DataRecipe(
         tuple(sources), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
@@ -210,8 +201,7 @@ def _prepare(
 
 
 def _manifest(
-    options: FeaturesOptions, source: LiveFeatures | VllmFeatures, data: DataRecipe, documents: list[Document],
-    budget: int | None,
+    options: FeaturesOptions, source: LiveFeatures | VllmFeatures, data: DataRecipe, documents: list[Document]
 ) -> Manifest:  # fmt: skip
     """The manifest of the features that the options ask for."""
     from fledge import __version__
@@ -230,7 +220,7 @@ def _manifest(
     layout = Layout(source.layers, target.embedding.shape[1], precision, options.all_final_states)
     sizes = Sizes.of(documents, layout)
     tokens, last_states = sum(sizes.tokens), sum(sizes.last)
-    size = shard_bytes(layout.bytes(tokens, last_states), budget if options.stream else None)
+    size = shard_bytes(layout.bytes(tokens, last_states))
     return Manifest(
         format=FORMAT,
         fledge_version=__version__,
@@ -253,8 +243,6 @@ def _manifest(
         all_last=layout.all_last,
         dtype=dtype,
         shards=[list(shard) for shard in split_shards(sizes, layout, size)],
-        stream=options.stream,
-        budget=budget if options.stream else None,
     )
 
 
@@ -272,9 +260,6 @@ def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
     cache = FeatureCache.open(out, documents)
     if difference := cache.manifest.difference(new):
         raise ValueError(f"{out} holds features of {difference}; choose another --out")
-    if cache.manifest.stream != new.stream:
-        kind = "a stream" if cache.manifest.stream else "no stream"
-        raise ValueError(f"{out} is {kind}; {'give' if cache.manifest.stream else 'leave out'} --stream")
     return cache
 
 

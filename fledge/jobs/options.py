@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
@@ -21,25 +20,20 @@ if TYPE_CHECKING:
     from fledge.types import Sampling
 
 
-class RenamedOption(FutureWarning):
-    """An option was given by its former name."""
-
-
 def opt(
     help: str, default: Any = MISSING, *, repeatable: bool = False, flag: str | None = None,
     minimum: float | None = None, greater_than: float | None = None, maximum: float | None = None,
-    word: str | None = None, former_name: str | None = None, may_be_empty: bool = False,
+    word: str | None = None, may_be_empty: bool = False,
 ) -> Any:  # fmt: skip
     """A dataclass field that is a command-line option.
 
     An option without a default is required. `repeatable` makes it a list. `flag="argument"` makes it a positional
     argument. `minimum`, `greater_than` and `maximum` bound a number, or each number of a list, and `word` may stand in
-    its place. `former_name` is the field's previous name, which is still accepted (see `replace_former_names`). A text
-    that is empty is refused unless it `may_be_empty` or that is the default.
+    its place. An empty text is refused, unless the option `may_be_empty` or has an empty default.
     """
     metadata = {
         "help": help, "flag": flag, "minimum": minimum, "greater_than": greater_than, "maximum": maximum,
-        "word": word, "former_name": former_name, "may_be_empty": may_be_empty,
+        "word": word, "may_be_empty": may_be_empty,
     }  # fmt: skip
     if repeatable:
         return field(default_factory=list, metadata=metadata)
@@ -131,24 +125,6 @@ def _value_problem(f: Field[Any], hint: Any, value: Any) -> str | None:
 
 
 _hints = functools.cache(get_type_hints)
-
-
-def replace_former_names(
-    kind: type[Options], values: Mapping[str, Any], as_written: Callable[[str], str] = flag_of
-) -> dict[str, Any]:
-    """Returns given options (name: value) with former names replaced by current ones.
-
-    `as_written` turns a name into the form that the user wrote, for messages. Warns (RenamedOption) about each former
-    name. Raises ValueError if an option is given by both names.
-    """
-    current = {f.metadata["former_name"]: f.name for f in option_fields(kind) if f.metadata["former_name"]}
-    for old in current.keys() & values.keys():
-        new = current[old]
-        if new in values:
-            raise ValueError(f"{as_written(old)} is the former name of {as_written(new)}; give only the latter")
-        notice = f"{as_written(old)} is now called {as_written(new)}; the next release will not accept the old name"
-        warnings.warn(notice, RenamedOption, stacklevel=3)
-    return {current.get(name, name): value for name, value in values.items()}
 
 
 def has_type(hint: Any, value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fledge.data.sources import Source
 from fledge.jobs.familiar import replace_aliases
-from fledge.jobs.options import option_fields, replace_former_names
+from fledge.jobs.options import option_fields
 from fledge.jobs.train import OUT, TrainOptions, run
 
 _DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # of the named parameters of `train_draft`
@@ -58,7 +58,7 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     named = {"target": target, "data": data, "out": out}
     named = {name: value for name, value in named.items() if value is not None and value != _DEFAULTS[name]}
     options = {name: value for name, value in options.items() if value is not None}
-    options = replace_aliases(TrainOptions, named | replace_former_names(TrainOptions, options, str), str)
+    options = replace_aliases(TrainOptions, named | options, str)
     if unknown := options.keys() - {f.name for f in option_fields(TrainOptions)}:
         name = min(unknown)
         near = difflib.get_close_matches(name, [f.name for f in option_fields(TrainOptions)], 1)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 OUT = "draft-run"
 # the options that say where a run computes, or that it is only planned, not what it computes
-MACHINE = ("gpus", "target_gpus", "shard_target", "device_map", "replicate", "rank_timeout", "dry_run", "gpu_memory")
+MACHINE = ("gpus", "target_gpus", "shard_target", "rank_timeout", "dry_run", "gpu_memory")
 # the options that may have another value when a run is continued
 MOVABLE = ("features_from", "features_map", "api_key_env")
 WITH_RESUME = (  # the options that may be given together with --resume
@@ -108,9 +108,7 @@ class TrainOptions(Options):
     loss: str = opt(
         "loss function: ce, kl, accept (-log of the acceptance rate α), or mixed (kl while α is low, then 1 - α)", "ce"
     )
-    keep_out_of_vocab: bool = opt(
-        "also train on slots whose target token is outside the draft vocabulary", False, former_name="keep_unseen"
-    )
+    keep_out_of_vocab: bool = opt("also train on slots whose target token is outside the draft vocabulary", False)
     fc_norm: bool = opt("EAGLE-3.1: apply an RMSNorm to each hidden state that the draft reads", False)
     norm_output: bool = opt("EAGLE-3.1: feed the normalized hidden state back to the next draft step", False)
     norm_before_fc: bool = opt("apply one RMSNorm to all hidden states that the draft reads (speculators)", False)
@@ -132,7 +130,7 @@ class TrainOptions(Options):
     )  # fmt: skip
     cod_min_rate: float | None = opt(
         "minimum of the fraction of slots that each step trains on with --cod-rate (default: 0.2)", None, minimum=0,
-        maximum=1, former_name="cod_least",
+        maximum=1,
     )  # fmt: skip
     feature_noise: float = opt(
         "EAGLE-1: add uniform noise to the hidden states that the draft reads; its amplitude is this value times 512 / "
@@ -170,8 +168,6 @@ class TrainOptions(Options):
         "a CPU)", None, minimum=1
     )  # fmt: skip
     activations: str = opt("activations of the MLP: keep, recompute, or auto (recompute if necessary to fit)", "auto")
-    longest_row: bool = opt("find the longest row that fits in GPU memory, print its length and stop", False)
-    compile_target: bool = opt("compile the target's norms and MLPs: a slower start, but faster steps on a GPU", False)
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     gpus: int | None = opt(
         "train on this many GPUs of this machine, with one process for each; on several machines, start fledge train "
@@ -183,14 +179,6 @@ class TrainOptions(Options):
     )  # fmt: skip
     shard_target: bool = opt(
         "several GPUs: split the target's layers over those that hold it (FSDP), for a target that does not fit on one",
-        False,
-    )  # fmt: skip
-    device_map: str | None = opt(
-        "one process: split the target's layers over this machine's GPUs as transformers' device_map does: auto, "
-        "balanced, balanced_low_0 or sequential; the draft is on the embedding's GPU (needs accelerate)", None
-    )  # fmt: skip
-    replicate: bool = opt(
-        "keep the whole optimizer state on every GPU; by default each GPU keeps an equal part of it (as ZeRO-2 does)",
         False,
     )  # fmt: skip
     rank_timeout: float = opt(
@@ -214,8 +202,6 @@ class TrainOptions(Options):
             self.refuse(others, f"with --resume, which continues with the options of the run in {self.resume};")
         elif self.was_given("steps"):
             self.refuse(["epochs"], "with --steps, which sets the length of the training;")
-        if self.dry_run and self.longest_row:
-            raise ValueError("--longest-row tries rows on a GPU, and --dry-run plans the rows as they are; give one")
         if self.gpu_memory is not None and not self.dry_run:
             raise ValueError("--gpu-memory describes GPUs to plan a run for; give it together with --dry-run")
 
@@ -283,7 +269,6 @@ def _train(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains by a resolved recipe, in a directory that rank 0 has locked. `recorded` are the settled values of the run
     that is resumed; None for a new run."""
-    from fledge.data.dataset import StreamedRows
     from fledge.features.vllm.source import VllmFeatures
     from fledge.jobs.training.card import with_card
     from fledge.jobs.training.data import check_files, make_rows, training_data
@@ -296,7 +281,6 @@ def _train(
     from fledge.jobs.training.run import SAVE_DTYPE, TrainingRun, run_training
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
-    from fledge.jobs.training.stream import StreamingRun
     from fledge.jobs.training.summary import summarize
     from fledge.jobs.training.target import prepare_shared_target
 
@@ -312,12 +296,7 @@ def _train(
         rows = make_rows(recipe, target, documents, say)
         lockstep = target.target.sharded and not ranks.target_ranks
         schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, lockstep, say)
-        if isinstance(rows, StreamedRows):
-            directory = StreamingRun(directory.path, recipe.features, rows)
-            schedule = directory.limit(schedule, ranks.size, resumed=recorded is not None, say=say)
         implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, ranks, say)
-    if recipe.compute.longest_row:
-        return {}
     where = "before the first step"
     with ranks.collective(where):
         schedule = replace(schedule, implementation=ranks.from_first(implementation))

@@ -104,7 +104,7 @@ def material_of(record: dict[str, Any], source: str | Path) -> Material:
 def read_run(path: Path, notes: list[str]) -> Run:
     """The run in a directory; what was left out is added to `notes`. A run that is being written can be read."""
     metrics, recipe = path / "metrics.jsonl", path / "recipe.yaml"
-    if not metrics.exists() and not recipe.exists() and not (path / "train.json").exists():
+    if not metrics.exists() and not recipe.exists():
         raise ValueError(f"{path} is no run of fledge train: it has neither metrics.jsonl nor recipe.yaml")
     steps, bad = [], 0
     for line in _text(metrics).splitlines() if metrics.exists() else ():

@@ -40,7 +40,6 @@ from fledge.targets.sharded import fill_from_first, shard_layers
 from fledge.targets.structure import find_decoder, layers_and_norm
 from fledge.targets.transformers import TransformersTarget
 
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 IMPLEMENTATIONS = ("auto", "native", "transformers")
 INVALID = "is not a valid JSON file"  # in transformers' message about a damaged file
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that are not quantized
@@ -55,7 +54,6 @@ def load_target(
     trust_remote_code: bool = False,
     implementation: str = "auto",
     mesh: DeviceMesh | None = None,
-    device_map: str | None = None,
     weights: bool = True,
 ) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
@@ -64,13 +62,11 @@ def load_target(
     checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in the model's files runs only with
     `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over its
     ranks (`targets.sharded`), which all load it at the same time; only the first reads the weights, into host memory.
-    `device_map` is one of DEVICE_MAPS: transformers then places the layers on the GPUs of this process. Without
-    `weights`, only config and tokenizer are read, and the model is on the meta device: it has sizes, and computes
-    nothing.
+    Without `weights`, only config and tokenizer are read, and the model is on the meta device: it has sizes, and
+    computes nothing.
 
     Raises ValueError if files are missing or damaged, if they are not those of a causal language model, if the model
-    needs code that is not trusted, if its weights are quantized by a package that is not installed, and if it does not
-    fit where `device_map` places it.
+    needs code that is not trusted, and if its weights are quantized by a package that is not installed.
     """
     check_implementation(implementation)
     device, dtype = torch.device(device), parse_dtype(dtype)
@@ -89,9 +85,7 @@ def load_target(
             )
         if weights and (mesh is None or mesh.get_local_rank() == 0):
             # quantized models are loaded on their device, and some cannot be moved
-            place: dict[str, Any] = {"device_map": device_map} if device_map else {}
-            if quantization and device.type != "cpu":
-                place = {"device_map": device_map or {"": device}}
+            place: dict[str, Any] = {"device_map": {"": device}} if quantization and device.type != "cpu" else {}
             download_weights(name, options["revision"])
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
                 # sizes that differ are not ignored: `_check_complete` names them
@@ -110,11 +104,7 @@ def load_target(
         return TransformersTarget(model, tokenizer, sharded=True, **options)
     if not weights:
         return TransformersTarget(model, tokenizer, **options)
-    if device_map:
-        _check_placed(model, path)
-    target = _make_target(
-        model if quantization or device_map else model.to(device), tokenizer, implementation, **options
-    )
+    target = _make_target(model if quantization else model.to(device), tokenizer, implementation, **options)
     target.quantization = quantization  # where a format cannot run, transformers may load other weights without it
     return target
 
@@ -275,16 +265,6 @@ def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
         raise ValueError(
             f"the target {path} cannot be loaded: its files lack {len(missing)} of the model's tensors, such as "
             f"{missing[0]}; copy or download it again"
-        )
-
-
-def _check_placed(model: PreTrainedModel, path: str | Path) -> None:
-    """Raises ValueError if a part of a model is in host memory or on the disk, since it does not fit on the GPUs."""
-    places = set(map(str, getattr(model, "hf_device_map", {}).values()))
-    if "disk" in places or ("cpu" in places and len(places) > 1):
-        raise ValueError(
-            f"the target {path} does not fit on the GPUs of one process; use more of them, or let several "
-            "processes share its layers"
         )
 
 

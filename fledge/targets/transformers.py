@@ -160,14 +160,6 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
             found = last_layer_weights(self.layers[-1], self.norm, eps, self.dtype)
             return {name: weight.clone() for name, weight in found.items()} if self.sharded else found
 
-    def compile(self, **options: Any) -> None:
-        """Compiles the norms and MLPs of the decoder layers, to fuse their elementwise operations. `options` are those
-        of torch.compile."""
-        for layer in self.layers:
-            for part in layer.children():
-                if type(part).__name__.endswith(("Norm", "MLP")):
-                    part.compile(dynamic=True, **options)
-
     # -- training -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()

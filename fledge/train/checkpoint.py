@@ -48,25 +48,24 @@ SUMS = "SHA256SUMS"  # hashes of a checkpoint's files, in the format of the prog
 class RunDirectory:
     """The directory of a training run. Every file and directory in it is replaced atomically.
 
-    `recipe` is the file with the run's options; `old_config` is the file that earlier versions wrote instead. `summary`
-    says what the run was started with, for reports; runs of earlier versions have none.
+    `recipe` is the file with the run's options. `summary` says what the run was started with, for reports.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.draft, self.checkpoint = self.path / "draft", self.path / "checkpoint"
-        self.recipe, self.old_config = self.path / RECIPE, self.path / "train.json"
+        self.recipe = self.path / RECIPE
         self.metrics, self.summary = self.path / "metrics.jsonl", self.path / "summary.json"
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
     def check_free(self) -> None:
         """Raises ValueError if the directory holds a run, or another file that a run would replace."""
-        if self.recipe.is_file() or self.old_config.is_file():
+        if self.recipe.is_file():
             raise ValueError(
                 f"{self.path} holds a training run; continue it with --resume {self.path}, or choose another --out"
             )
-        for taken in (self.recipe, self.old_config, self.draft, self.checkpoint, self.metrics, self.summary):
+        for taken in (self.recipe, self.draft, self.checkpoint, self.metrics, self.summary):
             if os.path.lexists(taken):
                 raise ValueError(f"{taken} exists, and a run in {self.path} would replace it; choose another --out")
 
@@ -96,7 +95,7 @@ class RunDirectory:
         for directory in (self.draft, self.checkpoint):
             for path in (directory, sibling_path(directory, "old"), sibling_path(directory, "new")):
                 _check_kind(path, Path.is_dir, "directory")
-        for file in (self.recipe, self.old_config, self.metrics, self.summary):
+        for file in (self.recipe, self.metrics, self.summary):
             _check_kind(file, Path.is_file, "file")
 
     def start(self, recipe: str, summary: Mapping[str, Any] | None = None) -> None:
@@ -113,12 +112,10 @@ class RunDirectory:
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def options_file(self) -> Path:
-        """The file with the run's options: recipe.yaml, or train.json if an earlier version started the run. Raises
-        ValueError if there is no run."""
-        found = next((file for file in (self.recipe, self.old_config) if file.is_file()), None)
-        if found is None:
+        """The file with the run's options. Raises ValueError if there is no run."""
+        if not self.recipe.is_file():
             raise ValueError(f"{self.path} holds no training run to resume (no {self.recipe.name})")
-        return found
+        return self.recipe
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -136,7 +133,7 @@ class RunDirectory:
         staged = stager.stage(tensors)
         stager.close()
         files = draft_files(draft, dtype) | {PROGRESS: json.dumps(progress).encode()} if ranks.leads else {}
-        self._saving = self._writer.submit(self._write, staged, files, dict(progress), ranks)
+        self._saving = self._writer.submit(self._write, staged, files, ranks)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -152,12 +149,7 @@ class RunDirectory:
         if saving is not None:
             saving.result()
 
-    def completed(self, progress: dict[str, Any]) -> None:
-        """Called by rank 0, in another thread, when a checkpoint with this progress is complete on the disk."""
-
-    def _write(
-        self, tensors: dict[str, Tensor], files: dict[str, bytes], progress: dict[str, Any], ranks: Ranks
-    ) -> None:
+    def _write(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
         """Writes a checkpoint together with the other ranks, which rank 0 makes the last complete one. If the disk is
         full for one of them, all raise DiskFullError with the same sentence."""
         full, failure = None, None
@@ -172,8 +164,6 @@ class RunDirectory:
                 f"no space to save {self.checkpoint} ({os.strerror(full)}); the previous content is unchanged. Free "
                 f"some disk space; fledge train --resume {self.path} then continues the training",
             ) from failure
-        if ranks.leads:
-            self.completed(progress)
 
     def _write_part(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
         """What this rank writes; rank 0 also makes the directory."""

@@ -27,7 +27,7 @@ def manifest_of(documents: Sequence[Document], layout: Layout, shard_bytes: int,
         template_sha256=None, template_kwargs=None, data=[], data_sha256=fingerprint(documents), max_length=64,
         documents=len(documents), tokens=sum(sizes.tokens), last_states=sum(sizes.last), layers=list(layout.layers),
         width=layout.width, precision=layout.precision, all_last=layout.all_last, dtype="float32",
-        shards=[list(s) for s in split_shards(sizes, layout, shard_bytes)], stream=False, budget=None,
+        shards=[list(s) for s in split_shards(sizes, layout, shard_bytes)],
     )  # fmt: skip
     return Manifest(**values | changes)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows, StreamedRows
+from fledge.data.dataset import Rows
 from fledge.data.documents import lengths_of
 from fledge.data.presets import shadowed_presets
 from fledge.data.record import Record
@@ -101,8 +101,6 @@ def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Docum
     if asked > tokens and recipe.data.row_length:
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
     row = min(asked, tokens)
-    if recipe.features and recipe.features.manifest.stream:
-        return StreamedRows(documents, row, recipe.seed, recipe.features.manifest.shards)
     return Rows(documents, row, recipe.seed)
 
 

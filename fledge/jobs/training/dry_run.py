@@ -78,8 +78,6 @@ def find_machine(options: TrainOptions) -> Machine:
     say enough about it."""
     ranks = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else options.gpus or 1
     check_ranks(options, ranks)
-    if options.device_map:
-        raise ValueError("--dry-run does not plan what --device-map places; plan the run for one GPU without it")
     if options.gpu_memory is not None:
         if started_by_torchrun():
             raise ValueError("--gpu-memory plans for GPUs that are not there; start it without torchrun")
@@ -105,10 +103,6 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     """The plan of a run with complete options. Loads no weights. Raises ValueError as a run would, for what can be
     known without them."""
     recipe = resolve_recipe(options, directory, imagined=not machine.there)
-    if recipe.features and recipe.features.manifest.stream:
-        raise ValueError(
-            f"{recipe.features.path} is a stream, whose rows come as they are written; it cannot be planned"
-        )
     if options.resume:
         check_files(recipe.data, directory)
     target = plan_target(recipe)
@@ -124,7 +118,7 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
     apart = options.target_gpus or 0
-    ranks = Ranks(size=machine.ranks - apart, placement="replicate" if options.replicate else "shard")
+    ranks = Ranks(size=machine.ranks - apart, placement="shard")
     lockstep = options.shard_target and not apart
     schedule = make_schedule(recipe, rows, sizes.draft.config.hidden_size, ranks, lockstep, say)
     saved = directory.load_progress() if options.resume else None

@@ -19,7 +19,6 @@ from fledge.train.memory import (
     Trial,
     candidates,
     choose,
-    longest_row,
     resize_row,
 )
 from fledge.train.objective import Implementation, ttt
@@ -35,8 +34,6 @@ def choose_implementation(
 ) -> Implementation:
     """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
     A rank that holds only the target tries nothing.
-
-    With `compute.longest_row`, it searches for the longest row that fits and prints its length instead.
     """
     asked = implementations(compute)
     if not compute.gpu or not ranks.trains:
@@ -49,9 +46,6 @@ def choose_implementation(
     def report(tokens: int, taken: int | None) -> None:
         say(trial_message(tokens, taken, available))
 
-    if compute.longest_row:
-        say(_longest_row_message(longest_row(trial, asked[-1], available, report), asked[-1], rows))
-        return asked[-1]
     chosen, taken = choose(trial, asked, available, report)
     say(_choice_message(chosen, taken, available, rows))
     return chosen
@@ -85,13 +79,6 @@ def _warm_up(trial: Trial, implementation: Implementation) -> None:
     """Runs one small step, so that memory of lazy initialization is not measured with the trials."""
     trial.step(resize_row(trial.rows[0], MIN_TOKENS), implementation)
     trial.draft.zero_grad(set_to_none=True)
-
-
-def _longest_row_message(tokens: int, implementation: Implementation, rows: Rows) -> str:
-    return (
-        f"the longest row that fits with {implementation.slots:,} slots in flight has {tokens:,} tokens (documents of "
-        f"at most {rows.longest():,} tokens); a row that is 10% longer does not fit"
-    )
 
 
 def _choice_message(chosen: Implementation, taken: int, available: int, rows: Rows) -> str:

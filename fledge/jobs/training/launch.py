@@ -75,30 +75,22 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
             raise ValueError(
                 f"--device {options.device} with several processes, of which each has a GPU of its own; leave it out"
             )
-        if options.longest_row:
-            raise ValueError("--longest-row tries rows on one GPU; start it without torchrun and --gpus")
         if device.type == "cuda":
             device = torch.device("cuda", local_rank())
             resolve_device(str(device))  # there may be fewer GPUs than processes
-    placement = "replicate" if options.replicate else "shard"
     limit = timedelta(minutes=options.rank_timeout)
-    with connected(device, placement, limit, options.target_gpus or 0) as ranks:
+    with connected(device, "shard", limit, options.target_gpus or 0) as ranks:
         yield ranks
 
 
 def check_ranks(options: TrainOptions, ranks: int) -> None:
-    """Raises ValueError if --target-gpus, --shard-target or --device-map do not make sense for a number of ranks."""
+    """Raises ValueError if --target-gpus or --shard-target do not make sense for a number of ranks."""
     apart = options.target_gpus
     if apart and ranks == 1:
         raise ValueError(NO_OTHERS)
     if apart and apart >= ranks:
         raise ValueError(
             f"--target-gpus {apart} of {ranks} GPUs leaves none to train the draft; give {ranks - 1} or fewer"
-        )
-    if options.device_map and ranks > 1:
-        raise ValueError(
-            "--device-map splits the target over the GPUs of one process, and several processes have a GPU each; leave "
-            "--gpus and torchrun out, or split it with --shard-target"
         )
     if options.shard_target and ranks == 1:
         raise ValueError(NOTHING_TO_SHARD)

@@ -120,9 +120,6 @@ class Plan:
         ranks, gpu = self.machine.ranks, self.machine.device == "cuda"
         if not self.resumed:  # a resumed run keeps its slots and rows
             yield from self._less_work()
-        whole = self.placed.optimizer < self.trains
-        if whole and replace(self, placed=replace(self.placed, optimizer=self.trains)).fits_memory:
-            yield "no --replicate"
         if self.placed.apart:
             yield from self._more_for_the_target()
             return
@@ -137,8 +134,7 @@ class Plan:
         """Those of `cures` that split the target over the ranks that hold only it, or over more of them."""
         for apart in range(max(self.placed.apart, 2), self.machine.ranks):
             trains = self.machine.ranks - apart
-            optimizer = 1 if 1 == self.placed.optimizer < self.trains else trains
-            if replace(self, placed=Placement(apart, optimizer, apart)).fits_memory:
+            if replace(self, placed=Placement(apart, trains, apart)).fits_memory:
                 yield f"--target-gpus {apart} --shard-target"
                 return
 
@@ -153,8 +149,7 @@ class Plan:
 
     def _sharded(self, ranks: int) -> Plan:
         """The same on a number of GPUs that share the target's layers."""
-        optimizer = 1 if 1 == self.placed.optimizer < self.machine.ranks else ranks
-        return replace(self, machine=replace(self.machine, ranks=ranks), placed=Placement(ranks, optimizer))
+        return replace(self, machine=replace(self.machine, ranks=ranks), placed=Placement(ranks, ranks))
 
     def _shorter_row(self) -> int | None:
         """The longest row that fits, in tokens, of halves of the planned one; None if no row does."""

@@ -60,9 +60,7 @@ def make_probe(
         return nothing
     if not ranks.leads and not prepared.target.sharded:
         return nothing
-    if (index := _document(recipe, rows)) is None:
-        say("the draft is written without a probe for fledge check: the features of its first documents are deleted")
-        return nothing
+    index = _document(rows)
     document = rows.documents[index]
     start, end, steps = excerpt_range(document)
     length = document.tokens.numel()
@@ -94,13 +92,10 @@ def make_probe(
     return attach
 
 
-def _document(recipe: Recipe, rows: Rows) -> int | None:
+def _document(rows: Rows) -> int:
     """The index of the document for the excerpt: one of the first row's with the most tokens from its first supervised
-    one on, up to what an excerpt holds. None if its features were deleted, as those of a stream are."""
+    one on, up to what an excerpt holds."""
     indices = rows.epoch(0)[0][:FEWEST_DOCUMENTS]
-    cache = recipe.features
-    if cache and cache.manifest.stream and any(cache.used(i).exists() for i in cache.shards):
-        return None
 
     def tokens(index: int) -> tuple[int, int]:
         start, end, _ = excerpt_range(rows.documents[index])

@@ -30,12 +30,12 @@ SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", 
 SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
 # options that are already decided by the features on disk
 FEATURE_OPTIONS = (
-    "data", "max_length", "template_kwargs", "columns", "skip_bad", "data_cache", "data_workers", "compile_target",
-    "target_gpus", "shard_target", "device_map",
+    "data", "max_length", "template_kwargs", "columns", "skip_bad", "data_cache", "data_workers",
+    "target_gpus", "shard_target",
 )  # fmt: skip
 # options that need the target to run in the training process
 SERVED_OPTIONS = (
-    "compile_target", "target_gpus", "shard_target", "device_map", "eval_prompts", "eval_every", "eval_tokens",
+    "target_gpus", "shard_target", "eval_prompts", "eval_every", "eval_tokens",
 )  # fmt: skip
 # reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"
@@ -47,13 +47,11 @@ WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape
 @dataclass(frozen=True)
 class TargetRecipe:
     """The target (a directory or hub id) and how to load it. With `dtype` None, it is float32 on a CPU and the target's
-    own dtype elsewhere. `device_map` is as in `load_target`."""
+    own dtype elsewhere."""
 
     name: str
     trust_remote_code: bool
     dtype: str | None
-    compile: bool
-    device_map: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,6 @@ class ComputeRecipe:
     impl: str
     slots: int | None
     activations: str
-    longest_row: bool
 
     @property
     def gpu(self) -> bool:
@@ -320,11 +317,7 @@ def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | Non
 
 def _target(options: TrainOptions, features: FeatureCache | None) -> TargetRecipe:
     name = options.target or features.manifest.target
-    if options.device_map is not None:
-        from fledge.targets.loading import DEVICE_MAPS
-
-        _check_known("device_map", options.device_map, DEVICE_MAPS)
-    return TargetRecipe(name, options.trust_remote_code, options.dtype, options.compile_target, options.device_map)
+    return TargetRecipe(name, options.trust_remote_code, options.dtype)
 
 
 def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
@@ -463,13 +456,13 @@ def _compute(options: TrainOptions, imagined: bool) -> ComputeRecipe:
         raise ValueError(
             f"--impl {impl} needs the package triton, which is not installed; install it, or use --impl eager"
         )
-    if not gpu and (impl != "eager" or options.longest_row):
-        raise ValueError(f"{'--longest-row' if options.longest_row else f'--impl {impl}'} needs a CUDA GPU")
+    if not gpu and impl != "eager":
+        raise ValueError(f"--impl {impl} needs a CUDA GPU")
     if impl == "eager" and options.activations == "recompute":
         raise ValueError("--activations recompute needs a CUDA GPU and --impl triton or flex")
     if impl != "eager" and str(dtype) == "torch.float64":
         raise ValueError(f"--impl {impl} does not support --dtype float64; use --impl eager")
-    return ComputeRecipe(device, impl, options.slots, options.activations, options.longest_row)
+    return ComputeRecipe(device, impl, options.slots, options.activations)
 
 
 def _logger(name: str | None) -> str | None:

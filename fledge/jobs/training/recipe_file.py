@@ -1,8 +1,7 @@
 """Reads and writes recipe.yaml, which holds the options of a run and its settled values.
 
 Its keys are the options of `fledge train` with underscores. `settled` holds the values that were chosen for the target,
-the data and the GPU: --resume reuses them, --config chooses them again. Runs of earlier versions have a train.json
-instead, which --resume still reads.
+the data and the GPU: --resume reuses them, --config chooses them again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import difflib
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,12 +20,10 @@ from fledge.data.sources import Source
 from fledge.fields import format_value, shortened
 from fledge.jobs.familiar import replace_aliases
 from fledge.jobs.options import (
-    RenamedOption,
     default_of,
     flag_of,
     has_type,
     option_fields,
-    replace_former_names,
     validation_problem,
 )
 from fledge.jobs.train import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
@@ -46,7 +42,6 @@ from fledge.jobs.training.recipe import (
     ineffective_options,
     unsupported_options,
 )
-from fledge.json_text import read_json
 from fledge.train.checkpoint import RunDirectory
 
 HEADER = """\
@@ -58,7 +53,7 @@ HEADER = """\
 # `settled` holds the values that were chosen for the target, the data and the GPU. Only --resume uses them.
 
 """
-RUN_ONLY = ("config", "resume", "longest_row", *MACHINE)  # options of a single command, which a recipe cannot set
+RUN_ONLY = ("config", "resume", *MACHINE)  # options of a single command, which a recipe cannot set
 # settled values that --resume passes on as options, because they must not change: another number of slots, for example,
 # changes the rounding
 RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "rows_per_step", "impl", "slots", "activations")
@@ -174,13 +169,12 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
     """
     file = directory.options_file()
     try:
-        values, settled = (_from_train_json if file == directory.old_config else _from_recipe)(file)
+        values, settled = _from_recipe(file)
     except ValueError as e:
         raise ValueError(f"{e}; {DAMAGED}") from e
     if asked.trust_remote_code and values.get("trust_remote_code") is not True:
         raise ValueError(f"the run in {directory.path} was started without it; leave --trust-remote-code out")
     values |= {name: settled[name] for name in RESUMED_VALUES if name in settled}
-    values.setdefault("rows_per_step", 1)  # the default of earlier versions
     values |= {name: getattr(asked, name) for name in ("resume", "trust_remote_code", *MACHINE)}
     if moved := {name: getattr(asked, name) for name in MOVABLE if asked.was_given(name)}:
         if values.get("features_from") is None:
@@ -228,24 +222,6 @@ def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return _options_in(content, file), settled
 
 
-def _from_train_json(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the train.json of a run of an earlier version. Options that no longer exist are ignored."""
-    try:
-        content = read_json(file)
-    except ValueError as e:
-        raise ValueError(f"{file} is not JSON ({e})") from e
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} contains a {type(content).__name__}, not a JSON object")
-    options, sha256 = content.get("options"), content.get("data_sha256")
-    if not isinstance(options, dict) or not isinstance(sha256, str):
-        raise ValueError(f"{file} does not contain the options of the run")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RenamedOption)  # the user did not write these names
-        options = replace_former_names(TrainOptions, options)
-    known = {f.name for f in option_fields(TrainOptions)} - {"config"}
-    return {name: value for name, value in options.items() if name in known}, {"data_sha256": sha256}
-
-
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +250,6 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The options in a recipe by name. Keys without a value are ignored. Raises ValueError, naming the file and the
     key, for unknown keys and for values of the wrong type."""
     values = {k: v for k, v in content.items() if v is not None and k not in (VERSION, SETTLED)}
-    values = replace_former_names(TrainOptions, values, lambda name: f"{file}: {name}")
     values = replace_aliases(TrainOptions, values, lambda name: f"{file}: {name}")
     known = {f.name for f in option_fields(TrainOptions)}
     for name, value in values.items():

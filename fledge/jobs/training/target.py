@@ -86,7 +86,7 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
     decodes = _decodes(recipe, target, say)
     layers = _layers(recipe, target)
     if cache:
-        source = _stored_features(cache, target, layers, say)
+        source = _stored_features(cache, target, layers)
     elif recipe.served:
         check_length(recipe.data, target)
         source = open_served_features(recipe.served, target, layers, min(recipe.data.longest, target.context), say)
@@ -150,16 +150,13 @@ def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], 
 def open_target(
     requested: TargetRecipe, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
 ) -> TransformersTarget:
-    """Loads a target, compiles it if requested, and shards it over the ranks of a mesh. Raises ValueError if documents
-    may be longer than its context."""
+    """Loads a target, and shards it over the ranks of a mesh. Raises ValueError if documents may be longer than its
+    context."""
     target = load_target(
         requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
-        trust_remote_code=requested.trust_remote_code, mesh=mesh, device_map=requested.device_map,
-        implementation="transformers" if requested.compile else "auto",  # the native target has fused kernels
+        trust_remote_code=requested.trust_remote_code, mesh=mesh,
     )  # fmt: skip
     check_length(data, target)
-    if requested.compile:
-        target.compile()
     return target
 
 
@@ -221,20 +218,18 @@ def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
             )
 
 
-def _stored_features(
-    cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]
-) -> DiskFeatures:
+def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...]) -> DiskFeatures:
     """Features on disk, which are those of the target. Raises ValueError if they are not those that a draft of these
-    layers reads, or not complete, except for a stream."""
+    layers reads, or not complete."""
     known = cache.manifest
     if not layers and not known.all_last:
         raise ValueError(
             f"{cache.path} has the final hidden states of supervised tokens only, and EAGLE-1 reads those of all "
             "tokens; write them with fledge features --all-final-states"
         )
-    for shard in () if known.stream else cache.shards:
+    for shard in cache.shards:
         cache.offsets(shard)
-    return DiskFeatures(cache, layers, target.logits, target.device, target.dtype, say)
+    return DiskFeatures(cache, layers, target.logits, target.device, target.dtype)
 
 
 def target_fingerprint(target: Target) -> str:
