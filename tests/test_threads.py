@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from fledge.__main__ import SPINS
 from fledge.decode.engine import Engine
 from fledge.targets.loading import target_of
 from support.targets import BOTH_IMPLEMENTATIONS, tiny_draft, tiny_target, tiny_tokenizer
@@ -82,3 +86,17 @@ def test_a_stream_that_waits_holds_nobody_up() -> None:
     with ThreadPoolExecutor(1) as threads:
         assert len(threads.submit(whole, engine, PROMPTS[1]).result(60)) <= NEW
     assert "".join(waiting)
+
+
+def test_waiting_threads_sleep_soon() -> None:
+    """The command line says so before torch is imported, unless the user has."""
+    code = (
+        "import os, sys, fledge.__main__ as m, types\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.modules['fledge.cli'] = types.SimpleNamespace(main=lambda: print(os.environ.get('GOMP_SPINCOUNT')))\n"
+        "m.main()"
+    )
+    plain = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    for given, said in (({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")):
+        ran = subprocess.run([sys.executable, "-c", code], env=plain | given, capture_output=True, text=True)
+        assert ran.stdout.strip() == said, ran.stderr
