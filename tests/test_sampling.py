@@ -315,6 +315,13 @@ def test_a_default_device_changes_nothing() -> None:
     assert to_device([made], torch.device("meta"))[0].is_meta
 
 
+def test_nothing_is_compiled_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no C compiler, the warning would mean nothing there."""
+    monkeypatch.setattr(sampling_kernels, "library", lambda: pytest.fail("it was compiled"))
+    assert sampling_kernels._implementation(None, torch.device("cuda")) == "triton"
+    assert sampling_kernels._implementation(None, torch.device("mps")) == "definition"
+
+
 @pytest.mark.gpu
 def test_a_default_device_on_a_gpu() -> None:
     with torch.device("cuda"):

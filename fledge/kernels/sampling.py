@@ -46,8 +46,9 @@ def _mix(x: Tensor) -> Tensor:
 def _implementation(impl: str | None, device: torch.device) -> str:
     """`impl`, or the fastest where it is None. Raises ValueError for a name that is not in IMPLS."""
     if impl is None:
-        on_cpu = "numpy" if library() is None else "compiled"
-        return {"cpu": on_cpu, "cuda": "triton"}.get(device.type, "definition")
+        if device.type == "cpu":
+            return "numpy" if library() is None else "compiled"
+        return "triton" if device.type == "cuda" else "definition"
     if impl not in IMPLS:
         raise ValueError(f"the implementation {impl!r} must be one of {', '.join(IMPLS)}")
     return impl
