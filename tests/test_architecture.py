@@ -25,14 +25,14 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # No single change shows how much the whole grows: each budget may only get smaller. Blank lines are not counted. The
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
-    "files": 283,
-    "lines": 34_761,
-    "statements": 26_625,
-    "lines behind fledge train": 28_292,
-    "lines behind fledge generate": 15_640,
-    "lines behind the training loop": 9_303,
-    "lines behind the engine": 14_834,
-    "options of fledge train": 62,  # those of single methods not counted
+    "files": 282,
+    "lines": 34_447,
+    "statements": 26_391,
+    "lines behind fledge train": 28_016,
+    "lines behind fledge generate": 15_597,
+    "lines behind the training loop": 9_273,
+    "lines behind the engine": 14_810,
+    "options of fledge train": 58,  # those of single methods not counted
     "circles of imports": 5,
     "class names that occur twice": 11,
 }
