@@ -202,7 +202,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
     [
         (["--method", "peagle", "--depth", 1], "--depth 1: P-EAGLE needs a depth of at least 2"),
         (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate 1.5: it must be above 0 and at most 1"),
-        (["--cod-rate", 0.5], "--cod-rate has no effect with EAGLE-3; use --method peagle, or leave --cod-rate out"),
+        (["--method", "eagle1", "--cod-rate", 0.5], "--cod-rate has no effect with EAGLE-1; use --method peagle, or"),
         (
             ["--method", "peagle", "--gamma", 0.8],
             "--gamma has no effect with P-EAGLE: the depths of P-EAGLE have equal",

@@ -171,6 +171,8 @@ def _percent(error: float) -> str:
 
 
 def _changed(changed: Sequence[str], written_as: dict[str, str], count: int) -> str:
+    if len(written_as) == 2 and sorted(written_as) == sorted(written_as.values()):
+        return f"{' and '.join(written_as)} are swapped"
     moved = [f"{name} is what training wrote as {other}" for name, other in written_as.items()]
     if moved:
         return "; ".join(moved)
