@@ -258,7 +258,7 @@ def test_a_full_disk_is_noticed(large: list[Any], fledge: Fledge, monkeypatch: p
     planned = fledge(*large, "--gpus", 8, "--gpu-memory", 141, "--shard-target")
     assert planned.code == 1 and "Memory: fits" in planned.out, planned.err
     assert re.search(
-        r"Disk: does not fit, 41\.\d GiB of the 30\.0 GiB that are free where .*; choose another", planned.out
+        r"Disk: does not fit, 33\.\d GiB of the 30\.0 GiB that are free where .*; choose another", planned.out
     )
 
 

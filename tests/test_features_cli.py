@@ -99,8 +99,6 @@ def test_features_for_eagle1_alone(precision: str, fledge: Fledge, made: Path, t
     assert wrote.code == 0 and FeatureCache.open(tmp_path / "f").manifest.layers == [], wrote.err
     words = "train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--steps", 2, "--device", "cpu"
     assert fledge(*words, "--method", "eagle1").code == 0
-    ran = fledge("train", "--resume", tmp_path / "run", "--shard-target")
-    assert ran.code == 2 and "--shard-target has no effect with --features" in ran.err, ran.err
     ran = fledge(*words[:4], tmp_path / "other", *words[5:])
     assert ran.code == 2 and "has the hidden states of layers [], and the draft also reads" in ran.err
 

@@ -7,7 +7,6 @@ import errno
 import gc
 import json
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,9 +27,6 @@ from fledge.data.dataset import Rows
 from fledge.data.template import ChatTemplate
 from fledge.eval.probe import read_probe
 from fledge.features import budget as feature_budget
-from fledge.features import reader as source_reader
-from fledge.features import writer as feature_writer
-from fledge.features.cache import FeatureCache
 from fledge.jobs import features as features_job
 from fledge.jobs.display import ProgressDisplay
 from fledge.jobs.features import FeaturesOptions
@@ -138,7 +134,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
     ranks.meet("after the target was saved", None)
     compare_sharded_target(ranks, directory)
     train_with_sharded_target(ranks, directory)
-    train_on_stream(ranks, directory, directory / "streamed")
+    train_on_features(ranks, directory, directory / "stored")
     train_all_cases(ranks, directory)
     for mistake in MISTAKES:
         train_with_mistake(ranks, directory / mistake.__name__, mistake)
@@ -449,41 +445,30 @@ def test_a_full_disk_is_one_sentence_of_all_ranks(tmp_path: Path) -> None:
     assert (saved / "progress.json").exists()
 
 
-# -- features that are deleted after their use ------------------------------------------------------------------------
+# -- features on disk -------------------------------------------------------------------------------------------------
 
 
-def train_on_stream(ranks: Ranks, directory: Path, work: Path) -> None:
-    """Trains on features that a thread of rank 0 writes meanwhile, and that do not fit in their disk budget."""
+def train_on_features(ranks: Ranks, directory: Path, work: Path) -> None:
+    """Trains on features that rank 0 has written."""
     words = dict(target=str(directory / "target"), data=[str(directory / "more.jsonl")], max_length=64, device="cpu")
-    stream = FeaturesOptions(**words, out=str(work / "features"), stream=True, disk_budget="700KB")
-    progress = ProgressDisplay(quiet=True)
+    features, progress = FeaturesOptions(**words, out=str(work / "features")), ProgressDisplay(quiet=True)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (source_reader, feature_writer):
-            patch.setattr(module, "POLL_SECONDS", 0.01)
         patch.setattr(feature_budget, "MIN_SHARD", 60_000)
-        # a daemon, since the writer of a stream waits for ever if the training fails
-        writer = threading.Thread(target=features_job.write, args=(stream, lambda line: None, progress), daemon=True)
         if ranks.leads:
-            writer.start()
-        while not (work / "features" / "manifest.json").exists():
-            time.sleep(0.01)
-        trained = TrainOptions(
-            features=stream.out, out=str(work / "run"), device="cpu", row_length=64, rows_per_step=2, depth=2,
-            draft_vocab=200,
-        )  # fmt: skip
-        _run_as_rank(trained, ranks, lambda line: None, progress)
-        if ranks.leads:
-            writer.join(60)
+            features_job.write(features, lambda line: None, progress)
+    ranks.meet("after features were written", None)
+    trained = TrainOptions(
+        features=features.out, out=str(work / "run"), device="cpu", row_length=64, rows_per_step=2, depth=2,
+        draft_vocab=200,
+    )  # fmt: skip
+    _run_as_rank(trained, ranks, lambda line: None, progress)
 
 
-def test_ranks_train_on_a_stream(two_ranks: Path, tmp_path: Path) -> None:
-    """As one process does. A shard is deleted when all of them have read it, and in the end all shards are."""
-    train_on_stream(ALONE, two_ranks, tmp_path / "streamed")
-    ours, theirs = metrics_of(two_ranks / "streamed" / "run"), metrics_of(tmp_path / "streamed" / "run")
+def test_ranks_train_on_features(two_ranks: Path, tmp_path: Path) -> None:
+    """As one process does."""
+    train_on_features(ALONE, two_ranks, tmp_path / "stored")
+    ours, theirs = metrics_of(two_ranks / "stored" / "run"), metrics_of(tmp_path / "stored" / "run")
     assert [m["loss"] for m in ours] == pytest.approx([m["loss"] for m in theirs], rel=1e-4) and len(ours) > 10
-    cache = FeatureCache.open(two_ranks / "streamed" / "features")
-    assert sum(map(cache.bytes, cache.shards)) > 1.5 * 700_000 and all(cache.used(i).exists() for i in cache.shards)
-    assert not list(cache.path.glob("shard*.safetensors"))
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
