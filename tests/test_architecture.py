@@ -26,8 +26,8 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 282,
-    "lines": 34_447,
-    "statements": 26_391,
+    "lines": 34_449,
+    "statements": 26_393,
     "lines behind fledge train": 28_016,
     "lines behind fledge generate": 15_597,
     "lines behind the training loop": 9_273,
