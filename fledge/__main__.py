@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# How often a waiting thread of an OpenMP operation looks before it sleeps: for some 0.1 ms. OpenMP's own default is ten
-# times as many, with which threads that wait take the cores from those that compute where other programs run too.
+# Spins of a waiting OpenMP thread before the thread sleeps: some 0.1 ms. OpenMP's default is ten times as many: where
+# other programs run too, waiting threads then take cores from computing threads.
 SPINS = "30000"
 
 
