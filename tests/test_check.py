@@ -540,7 +540,7 @@ def test_swapped_tensors_are_a_fault_however_little_they_change(made, damaged):
     read, probe = read_files(draft)
     (finding,), notes, error = replays.logits_findings(read, replace(probe, logits_RKSJ=replayed(read, probe)), False)
     assert error <= replays.SAME and not notes
-    assert "fc_norm.0.weight is what training wrote as fc_norm.2.weight" in finding.cause
+    assert "fc_norm.0.weight and fc_norm.2.weight are swapped" in finding.cause
 
 
 def replayed(read: Any, probe: Any) -> torch.Tensor:
