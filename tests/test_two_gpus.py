@@ -149,7 +149,7 @@ def trained(directory: Path, name: str, *words: object) -> list[dict[str, Any]]:
 
 
 def test_targets_larger_than_a_gpu_in_training(tmp_path: Path) -> None:
-    """Losses and τ equal those of one GPU, where one GPU feeds another and where layers are sharded."""
+    """A run with a GPU for the target, and a run with sharded layers, have the losses and τ of a run on one GPU."""
     tiny_target_directory(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
     tiny_chats(tmp_path / "chats.jsonl", 170)
     ways = {"fed": ("--gpus", 2, "--target-gpus", 1), "sharded": ("--gpus", 2, "--shard-target")}
