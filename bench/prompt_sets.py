@@ -35,7 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     ALONE: {},
     "as trained": {},
     "auto": dict(depth="auto"),
-    "confident auto": dict(depth="auto", confidence=0.3),
     "tree auto": dict(mode="tree", depth="auto", nodes="auto"),
 }
 
@@ -125,7 +124,7 @@ def measure(
         "prompts": len(prompts), "passes": passes, "tokens_per_s": statistics.median(fast),
         "plain_tokens_per_s": statistics.median(plain), "speedup": quartiles[1],
         "speedup_iqr": [quartiles[0], quartiles[2]], "tau": tau(traces), "paused": paused(traces),
-        "reason": engine.chooser.reason(options["batch"]) if engine.chooser else "",
+        "reason": engine.chooser.reason if engine.chooser else "",
     }  # fmt: skip
 
 

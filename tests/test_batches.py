@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fledge.decode import batch as batch_module
 from fledge.decode import scheduler
 from fledge.decode.batch import Batch
+from fledge.decode.draft_size import NOTHING
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
@@ -291,9 +292,7 @@ def test_an_interrupted_exchange_frees_each_segment_once(monkeypatch: pytest.Mon
     other = alone.stream(asked[0], max_new_tokens=400)
     next(other)  # keeps the pool
     engine = Engine(target, tiny_draft(target), depth="auto")
-    monkeypatch.setattr(
-        engine.chooser, "next", lambda requests, amount: setattr(engine.chooser, "pausing", True) or amount
-    )
+    monkeypatch.setattr(engine.chooser, "choose", lambda requests, size: NOTHING)
     take_over, new_cache = Batch.take_over, target.new_cache
 
     def refuse(sizes: Sequence[int] = ()) -> KVCache:

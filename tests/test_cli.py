@@ -612,8 +612,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
         assert any("above τ is not" in line for line in summary_lines(record | {"speedup": speedup})) == disturbed
     paused = record | {"depth": "auto", "paused": 0.5, "pause_reason": "a round takes too long"}
     assert "Speculation paused in 50% of the rounds: a round takes too long." in summary_lines(paused)
-    timed = "In 50% of the rounds nothing was drafted, to measure what a round without a draft takes."
-    assert timed in summary_lines(paused | {"pause_reason": ""})
+    assert "Speculation paused in 50% of the rounds." in summary_lines(paused | {"pause_reason": ""})
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
     assert trees["tau"] == tau_by_definition(load(made / "target", draft, mode="tree", nodes=20, width=4), asked, 16)

@@ -23,8 +23,8 @@ from fledge.models.draft import Draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, TreeShape
-from support.amounts import RandomAmounts
 from support.decoding import prompts
+from support.sizes import RandomSizes
 from support.targets import P_EAGLE, SLIDING, tiny_draft, tiny_target
 
 CASES = int(os.environ.get("LOSSLESS_CASES", 60))
@@ -66,7 +66,7 @@ def random_setting(case: int) -> Setting:
         drafting["confidence"] = draw.choice([0.02, 0.2, 0.6])
     if draft != "peagle" and draw.random() < 0.3:
         drafting["stable"] = False
-    if kind != "fixed" and drafting.get("stable", True) and draw.random() < 0.3:
+    if kind not in ("fixed", "confident") and drafting.get("stable", True) and draw.random() < 0.3:
         drafting["depth"] = "auto"
     count = draw.randint(1, 6)
     asked = prompts(count, longest=draw.choice([3, 24, 60]), seed=case)
@@ -110,7 +110,7 @@ def decode(setting: Setting, dtype: torch.dtype, device: str) -> tuple[list[Comp
     """The completions with and without the draft."""
     engine = Engine(*pair(setting.target, setting.native, setting.draft, dtype, device), **setting.drafting)
     if engine.chooser is not None:
-        RandomAmounts(engine, seed=setting.options["request"])
+        RandomSizes(engine, seed=setting.options["request"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ChanceWarning)  # the drafts are random
         return tuple(

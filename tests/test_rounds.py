@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,8 +36,8 @@ from fledge.models import kv_cache
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
 from fledge.types import Sampling, Tree, TreeShape
-from support.amounts import RandomAmounts
 from support.decoding import prompts
+from support.sizes import RandomSizes
 from support.targets import P_EAGLE, tiny_draft, tiny_target
 from support.trees import good_pair, proposer_of
 
@@ -144,7 +143,7 @@ def test_another_amount_is_drafted(way: dict[str, Any], captured: list[int], mon
     asked = prompts(5, longest=14, seed=2)
     plain = engine.generate_all(asked, max_new_tokens=30, speculate=False)
     for seed in range(2):
-        RandomAmounts(engine, seed, rest=0)
+        RandomSizes(engine, seed, rest=0)
         fast = engine.generate_all(asked, max_new_tokens=30, batch=3)
         assert [c.tokens for c in fast] == [c.tokens for c in plain]
         done = [r for c in fast for r in c.trace.rounds]
@@ -182,15 +181,15 @@ def test_nothing_is_captured_after_preparing(
 
     captured.clear()
     prepared = engine.prepare(3, tokens=50, count=count)
-    amounts = len(engine.drafting.amounts)
-    kinds = 3 * (1 if engine.chooser is None else amounts + 2)  # of 1, 2 and 4 places; NOTHING beside and at rest
+    sizes = len(engine.drafting.sizes)
+    kinds = 3 * (1 if engine.chooser is None else sizes + 1)  # of 1, 2 and 4 places; without a draft at rest
     assert len(captured) == prepared.rounds == kinds and set(captured) == {1, 2, 4}
     assert shown == [kinds, *["capturing rounds"] * kinds] and prepared.bytes == 0 < prepared.seconds
     assert str(prepared).startswith(f"captured {kinds} rounds in ")
     before, count_before = pools_of(engine), len(captured)
     for seed in range(2):
         if engine.chooser is not None:
-            RandomAmounts(engine, seed)
+            RandomSizes(engine, seed)
         fast = engine.generate_all(asked, batch=3, max_new_tokens=20)
         assert [c.tokens for c in fast] == [c.tokens for c in plain]
         assert engine.generate(asked[4], max_new_tokens=20).tokens == plain[4].tokens
@@ -204,10 +203,10 @@ def test_nothing_is_captured_after_preparing(
     assert pools_of(engine) != before, "the caches have grown"
 
 
-def test_guesses_end_no_graphs(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guesses of an engine that rests (`auto`) and checks of its target have caches of their own, so that the
-    buffers that were prepared, whose addresses the graphs read, do not grow for them."""
-    target, draft, asked = good_pair(native=True)
+def test_checks_end_no_graphs(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of a target have caches of their own, so that the buffers that were prepared, whose addresses the graphs
+    read, do not grow for them."""
+    target, draft, _ = good_pair(native=True)
     engine = Engine(target, draft, depth="auto")
     engine.prepare(1, tokens=20)
     before = pools_of(engine)
@@ -216,47 +215,8 @@ def test_guesses_end_no_graphs(captured: list[int], monkeypatch: pytest.MonkeyPa
         raise AssertionError("slots of the prepared buffer were asked for")
 
     monkeypatch.setattr(target.pool, "allocate", refuse)
-    _, made = engine._guess([((asked[0] * 100)[:100], 30)] * 4)
     target.check_masks(requests=2)
-    assert made == 4 * 30 and pools_of(engine) == before
-
-
-def test_the_first_rounds_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of requests without the draft: they may wait for what is computed once."""
-    target, seconds, passes = tiny_target(native=True), [], []
-    verify = target.verify
-
-    def slow_at_first(*given: Any) -> Any:
-        passes.append(time.sleep(0.5 if len(passes) < batches.WARM_UP else 0))
-        return verify(*given)
-
-    engine = Engine(target, tiny_draft(target), depth="auto")
-    engine.generate_all([[5, 6]], max_new_tokens=2)  # the target is checked
-    monkeypatch.setattr(target, "verify", slow_at_first)
-    monkeypatch.setattr(engine.chooser, "rests", lambda *_: True)
-    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean, rounds: seconds.append(mean))
-    engine.generate_all([[5, 6]], max_new_tokens=20)
-    assert len(passes) == 19 and len(seconds) == 1 and seconds[0] < 0.5 / 20
-
-
-def test_guesses_do_not_count_as_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a round without the draft takes is timed without the guesses between the rounds."""
-    target, seconds = tiny_target(native=True), []
-
-    def slow(*given: Any) -> tuple[int, int]:
-        time.sleep(0.5)
-        return 0, 1
-
-    engine = Engine(target, tiny_draft(target), depth="auto")
-    monkeypatch.setattr(engines, "probe", slow)
-    monkeypatch.setattr(engine.chooser, "rests", lambda *_: True)
-    monkeypatch.setattr(engine.chooser, "probes", lambda requests: True)
-    monkeypatch.setattr(engine.chooser, "add_plain", lambda requests, mean, rounds: seconds.append(mean))
-    stop = target.reference_generate([5, 6], max_new_tokens=6)[-1:]
-    target.model.generation_config.eos_token_id = stop  # ends some answers while others go on
-    done = engine.generate_all([[5, 6], [9], [3, 4]], batch=3, max_new_tokens=20)
-    assert len({len(d.tokens) for d in done}) > 1 and len(seconds) > 1
-    assert max(seconds) < 0.5 / 20
+    assert pools_of(engine) == before
 
 
 def test_several_engines_are_prepared_together(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +292,7 @@ def test_nothing_is_captured_after_preparing_on_a_gpu(
     monkeypatch.setattr(rounds, "capture", refuse)
     for seed in range(3):
         if engine.chooser is not None:
-            RandomAmounts(engine, seed)
+            RandomSizes(engine, seed)
         done = engine.generate_all(
             prompts(14, longest=30, seed=seed), batch=3, max_new_tokens=25, temperature=0.8, top_k=9, seed=seed
         )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.decode.adaptive import NOTHING, Amount, AmountChooser
-from fledge.decode.propose import UNREAD, Proposer
+from fledge.decode.draft_size import HELD, NOTHING, SETTLED, DraftSize, SizeChooser
+from fledge.decode.propose import Proposer
 from fledge.decode.request import Request
 from fledge.decode.rounds import (
     CapturedRounds,
@@ -35,8 +35,6 @@ from fledge.models.draft import Draft
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
 
-HELD, SETTLED = 6, 24  # rounds before another amount may be drafted: while costs are measured, and later
-WARM_UP = 2  # of them, those that are not timed
 PREFILL_TOKENS = 8192  # maximum tokens of a prefill pass, with padding where the target pads
 
 
@@ -47,8 +45,8 @@ class NoDrafter:
     draft: Draft | None = None
     levels = scratch = most_levels = 0
     most_nodes = rows = 1
-    amount = NOTHING
-    amounts = (NOTHING,)
+    size = NOTHING
+    sizes = (NOTHING,)
     capturable = True
 
     def nothing(self, *given: Any) -> None:
@@ -74,13 +72,12 @@ class NoDrafter:
 @dataclass
 class Launched:
     """A round that was launched for some requests: what it drafts, its results (`Rounds.verify_trees`) on the host, its
-    times, and the bytes that it copied between the devices. `typical`: whether such a round usually takes as long."""
+    times, and the bytes that it copied between the devices."""
 
     requests: Sequence[Request]
-    amount: Amount
+    size: DraftSize
     results: Tensor
     timer: Timer
-    typical: bool
     copied_bytes: int
 
 
@@ -89,24 +86,19 @@ class Batch:
 
     Where rounds can be captured as CUDA graphs, a round is launched before the results of the one before are read, so
     that the device does not wait for the host. A request that ends is then run for one round more, whose results are
-    dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser` decides how much is
-    drafted; None: always the same. Without a draft, it gets the times of rounds only. `records`: whether the requests'
-    traces get the rounds.
+    dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser` chooses the size of
+    drafts; None: always the same. If it chooses none, `rests` becomes true. `drafts`: whether there is a draft.
+    `records`: whether the requests' traces get the rounds.
     """
 
     def __init__(
         self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None,
-        chooser: AmountChooser | None = None,
+        chooser: SizeChooser | None = None,
     ):  # fmt: skip
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
-        self.records = proposer.draft is not None
-        self.committed_at: float | None = None  # the time of the last results, if the round after them is next
-        # rounds of these requests without a draft that were not reported yet, the seconds of their passes, and the time
-        # of the results before them
-        self.plain_rounds, self.plain_seconds = 0, 0.0
-        self.plain_since: float | None = None
-        self.held = self.due = 0  # the rounds that drafted the present amount, and when another is considered
-        self.unread = 1  # the most tokens of a request that the draft has not read
+        self.drafts = self.records = proposer.draft is not None
+        self.due = 0  # rounds until another size is considered
+        self.rests = False  # whether the requests should go on without the draft
         self.weights_at: tuple[Any, ...] = ()  # see `Engine._weights_at`
         self.cache = target.new_cache([])
         self.running: list[Request] = []
@@ -143,20 +135,19 @@ class Batch:
     def prepare(self, request: Request, sizes: Sequence[int], advance: Callable[[], None]) -> int:
         """Captures all rounds, of up to so many requests each, of requests with the sampling options of this one, which
         is prefilled but not answered. Calls `advance` for each; returns how many were not captured before."""
-        captured, amount = 0, self.proposer.amount
+        captured, used = 0, self.proposer.size
         self._join(Joining(self, [request]))
         try:
             # the largest first, whose memory the others use again
             for size in sorted(sizes, reverse=True):
-                for other in sorted(self.proposer.amounts, key=lambda a: a.nodes, reverse=True):
+                for other in sorted(self.proposer.sizes, key=lambda s: s.nodes, reverse=True):
                     self.proposer.use(other)
-                    self.rounds.state = self.rounds.state.rows(self.proposer.rows)
                     if self._graph_key(size) not in self.graphs:
                         self._capture(size)
                         captured += 1
                     advance()
         finally:
-            self.proposer.use(amount)
+            self.proposer.use(used)
             self.close()
         return captured
 
@@ -168,7 +159,6 @@ class Batch:
         if requests:
             updated = self._finish_launched()
             self._dismiss()
-            self.interrupt()
             yield updated
         while requests:
             count = self._prefill_count(requests)
@@ -199,28 +189,11 @@ class Batch:
         self.running += [joining.requests[i] for i in going]
         self._set_rounds(RoundState.concatenate([state.rows(self.proposer.rows) for state in states]))
 
-    def interrupt(self) -> None:
-        """Called before something else than a round takes time, which is then not counted as a round's."""
-        self._report_rounds()
-        self.committed_at = self.plain_since = None
-
-    def waited(self, seconds: float) -> None:
-        """Called after so many seconds in which no round was asked for: the consumer took them, or other threads."""
-        if self.committed_at is not None:
-            self.committed_at += seconds
-        if self.plain_since is not None:
-            self.plain_since += seconds
-
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""
         going = [b for b, request in enumerate(self.running) if not request.over]
         if len(going) == len(self.running):
             return
-        self._report_rounds()
-        if self.chooser is not None:
-            for request in self.running:
-                if request.over:
-                    self.chooser.add_answer(len(request.done.tokens))
         if going:
             self._unload()
         else:  # nothing of them is read again
@@ -240,14 +213,9 @@ class Batch:
             self.cache.append(taken)
             self.running = running
             other.proposer.select([])
-            self._set_rounds(state.last().without_aux())
+            self._set_rounds(state.plain())
         other.close()
         return updated
-
-    def use(self, amount: Amount) -> None:
-        """Drafts so much in the next rounds."""
-        self.proposer.use(amount)
-        self.held, self.due = 0, HELD
 
     def _select(self, going: Sequence[int]) -> None:
         """Keeps only the requests with these indices."""
@@ -276,8 +244,7 @@ class Batch:
 
     def close(self) -> None:
         """Removes all requests, complete or not."""
-        self.launched, self.loaded, self.unread = [], None, 1
-        self.committed_at, self.plain_since, self.plain_rounds, self.plain_seconds = None, None, 0, 0.0
+        self.launched, self.loaded, self.rests = [], None, False
         if self.holds:
             self._select([])
 
@@ -286,9 +253,9 @@ class Batch:
     def round(self) -> list[Request]:
         """Runs a round, and removes complete requests. Returns those that tokens were committed to."""
         updated: dict[Request, None] = {}  # in order, without repetition
-        if self.chooser is not None and self.proposer.draft is not None:
-            updated.update(dict.fromkeys(self._adapt()))
-        if self.running:
+        if self.chooser is not None and self.drafts and self.running:
+            self._adapt()
+        if self.running and not self.rests:
             ahead = 2 if self._replays() else 1
             while len(self.launched) < ahead and self._needs_rounds():
                 self._launch()
@@ -302,40 +269,16 @@ class Batch:
                 self._dismiss()
         return list(updated)
 
-    def _adapt(self) -> list[Request]:
-        """Changes how much is drafted if that is faster, and has the draft read what was committed without it. Returns
-        the requests that tokens were committed to."""
-        amount = self.proposer.amount
-        if self.held >= self.due:
-            amount = self.chooser.next(len(self.running), amount)
-            self.due = self.held + (SETTLED if amount == self.proposer.amount and self.chooser.settled else HELD)
-        # a round may be launched ahead, which commits one token more
-        if amount == self.proposer.amount and (self.proposer.levels or self.unread < UNREAD - 1):
-            return []
-        updated = self._finish_launched()
-        self._dismiss()
-        self.committed_at = None
-        if not self.running:
-            return updated
-        self._unload()
-        state = self.rounds.state
-        if self.unread > 1:
-            state = self._read_along(state)
-        if amount != self.proposer.amount:
-            self.use(amount)
-        self.rounds.state = state.rows(self.proposer.rows)
-        return updated
-
-    def _read_along(self, state: RoundState) -> RoundState:
-        """Has the draft read all tokens of a state but the last of each request. Returns the state after that."""
-        paused, self.unread = not self.proposer.levels, 1
-        with current_device(self.proposer.draft.device):
-            state, right_B, made_B = self.proposer.read_along(state)
-        if paused:
-            right, made = torch.stack([right_B, made_B]).tolist()
-            self.chooser.add_guesses(sum(right), sum(made), max(made))
-            self.due = self.held  # the acceptance is known anew
-        return state
+    def _adapt(self) -> None:
+        """Drafts another size if that is faster."""
+        self.due -= 1
+        if self.due > 0:
+            return
+        size = self.chooser.choose(len(self.running), self.proposer.size)
+        self.due, self.rests = SETTLED if self.chooser.settled else HELD, size == NOTHING
+        if size not in (NOTHING, self.proposer.size):
+            self._unload()
+            self.proposer.use(size)
 
     def _replays(self) -> bool:
         """Whether the next round is replayed. Logits processors need the tokens before a round on the host."""
@@ -347,9 +290,6 @@ class Batch:
 
     def _launch(self) -> None:
         """Starts a round of all running requests."""
-        typical = self.held >= WARM_UP and (self.loaded is not None or not self.captures)
-        self.held += 1
-        self.unread = self.proposer.rows if self.proposer.levels else self.unread + 1
         timer = self._timer()
         self.follow(timer.stream)
         if self._replays():
@@ -364,7 +304,7 @@ class Batch:
             host = copy_to_host(self.rounds.verify_trees(tree, processing))
             copied_bytes = self.rounds.copied_bytes
         timer.mark()
-        self.launched.append(Launched(self.running, self.proposer.amount, host, timer, typical, copied_bytes))
+        self.launched.append(Launched(self.running, self.proposer.size, host, timer, copied_bytes))
 
     def follow(self, stream: torch.cuda.Stream | None) -> None:
         """Lets the stream that is current now (None on a CPU) wait for the last round if that was in another one: a
@@ -388,7 +328,7 @@ class Batch:
         if self.loaded is not None and self.loaded.buffers != self._buffers():
             self._unload()  # another batch, or a check of the target, made a pool grow
         if self.loaded is None:
-            size = graph_size(B)
+            size, self.rounds.state = graph_size(B), self.rounds.state.rows(self.proposer.rows)
             if (key := self._graph_key(size)) not in self.graphs:
                 self._capture(size)
             self.loaded = self.graphs[key]
@@ -401,7 +341,7 @@ class Batch:
     def _graph_key(self, size: int) -> tuple[Any, ...]:
         """What rounds must have in common to share graphs: the number of places, what is drafted, the code of sampling,
         and the buffers of the caches."""
-        return size, self.proposer.amount, self.rounds.sampling.flags, self._buffers()
+        return size, self.proposer.size, self.rounds.sampling.flags, self._buffers()
 
     def _buffers(self) -> tuple[Any, ...]:
         """The addresses and shapes of the buffers of the caches, which are others after a pool has grown."""
@@ -429,9 +369,9 @@ class Batch:
         self.timers.append(launched.timer)
         results = launched.results.tolist()
         if self.chooser is not None:
-            self._note_round(launched, sum(times), results)
+            self.chooser.add(launched.size, [row[-2] - 1 for row in results], times)
         # requests that draft and accept as much share a record: all of them, where nothing is drafted
-        records, plain = {}, None if launched.amount.depth else Round(0, 0, 0.0, *times, launched.copied_bytes)
+        records, plain = {}, None if launched.size.depth else Round(0, 0, 0.0, *times, launched.copied_bytes)
         updated = []
         for request, row in zip(launched.requests, results, strict=True):
             if request.over:
@@ -444,32 +384,6 @@ class Batch:
                 request.done.trace.rounds.append(record)
             updated.append(request)
         return updated
-
-    def _note_round(self, launched: Launched, least: float, results: Sequence[Sequence[int]]) -> None:
-        """Lets the chooser know what a round brought and how long it took: at least as long as its drafting and
-        verification, `least`, which on a GPU may go on while nothing is asked for. Without a draft, rounds are counted
-        only."""
-        if self.proposer.draft is None:
-            if launched.typical and self.plain_since is not None:
-                self.plain_rounds += 1
-                self.plain_seconds += least
-            else:
-                self.plain_rounds, self.plain_seconds, self.plain_since = 0, 0.0, time.perf_counter()
-            return
-        now, seconds = time.perf_counter(), None
-        if launched.typical and self.committed_at is not None:  # nothing but this round was between
-            seconds = max(now - self.committed_at, least)
-        self.committed_at = now
-        drafted = max(row[-1] for row in results)
-        self.chooser.add(launched.amount, [row[-2] - 1 for row in results], seconds, drafted)
-
-    def _report_rounds(self) -> None:
-        """Lets the chooser know the mean time of rounds without a draft, before the running requests change."""
-        if self.plain_rounds:
-            now = time.perf_counter()
-            seconds = max(now - self.plain_since, self.plain_seconds)
-            self.chooser.add_plain(len(self.running), seconds / self.plain_rounds, self.plain_rounds)
-            self.plain_rounds, self.plain_seconds, self.plain_since = 0, 0.0, now
 
     def _finish_launched(self) -> list[Request]:
         """Commits the results of all launched rounds. Returns the requests that tokens were committed to."""
@@ -485,7 +399,6 @@ class Joining:
     @torch.inference_mode()
     def __init__(self, batch: Batch, requests: Sequence[Request]):
         self.batch, self.requests = batch, requests
-        self.reading: list[Timer] = []  # of the draft's passes
         start, target, proposer = time.perf_counter(), batch.target, batch.proposer
         batch.follow(current_stream(target.device))
         of_target, of_draft = zip(*(batch.slots(r.longest) for r in requests), strict=True)
@@ -516,8 +429,6 @@ class Joining:
             request.began = start
             request.commit([token])
             request.done.trace.t_prefill = time.perf_counter() - start
-        if self.batch.chooser is not None and self.reading:
-            self.batch.chooser.add_reading(len(requests), sum(timer.seconds()[0] for timer in self.reading))
 
     def _read(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Runs target and draft over the prompts. Returns the target's logits after each, [B, V], and its hidden states
@@ -530,8 +441,6 @@ class Joining:
             logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers, final)
             if draft is None:
                 continue
-            timer = Timer(draft.device)
-            self.reading.append(timer)
             states = [draft.select_states(f) for f in features]
             following = [
                 prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
@@ -539,7 +448,6 @@ class Joining:
             read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
             with current_device(draft.device):
                 batch.proposer.read(self.draft_cache, following, read)
-            timer.mark()
         if draft is None:
             return logits_BV, logits_BV.new_empty(len(prefixes), 0, 0)
         return logits_BV, torch.stack([aux_RAD[-1] for aux_RAD in states])

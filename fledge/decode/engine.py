@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
@@ -22,13 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
-from fledge.decode.adaptive import AmountChooser
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import Acceptance
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
-from fledge.decode.probe import probe
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
-from fledge.decode.propose import UNREAD, Drafting
+from fledge.decode.propose import Drafting
 from fledge.decode.request import Completion, Request
 from fledge.decode.rounds import EagerWarning, can_capture
 from fledge.decode.scheduler import BatchScheduler, Beginning
@@ -44,10 +42,6 @@ from fledge.types import Sampling, check_type
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
-# On a GPU, the most complete answers that are probed together. Of a small target, launches take most of a probe's time,
-# so that several answers take hardly longer than one.
-PROBED_TOGETHER = 4
-WAIT = 1e-4  # seconds; the longest wait for the consumer between two rounds that counts as part of the second
 # of each target, or of the transformers model that several targets share: see `Engine._decode`
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 _STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # those that may be open: see `_close_streams`
@@ -89,11 +83,6 @@ class Engine:
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance, self._warned_of_mode, self._warned_of_eager = Acceptance(), False, False
-        self._probed = False  # whether the kernels of `probe` are compiled
-        # the latest texts, prompt and answer, that were decoded in a pause and have not been probed yet, each with the
-        # number of the answer's tokens
-        kept = 1 if target.device.type == "cpu" else PROBED_TOGETHER
-        self._answers: deque[tuple[list[int], int]] = deque(maxlen=kept)
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
@@ -335,7 +324,7 @@ class Engine:
         others. Between two of these, it has the target, its caches and the draft for itself."""
         if requests:
             self._warn_if_eager(requests, drafts)
-        decoding = self._rounds(deque(requests), batch, drafts)
+        decoding = self._run(deque(requests), batch, drafts)
         try:
             while True:
                 with self._lock:
@@ -346,10 +335,6 @@ class Engine:
         finally:
             with self._lock:
                 decoding.close()
-
-    def _rounds(self, waiting: deque[Request], batch: int, drafts: bool) -> Generator[list[Request], None, None]:
-        while waiting:
-            yield from self._run(waiting, batch, drafts)
 
     def _warn_if_eager(self, requests: Sequence[Request], drafts: bool) -> None:
         """Issues an `EagerWarning`, once, if rounds cannot be captured because of something other than the target."""
@@ -367,96 +352,24 @@ class Engine:
             message = f"rounds are not captured as CUDA graphs and take several times as long, since {reason}"
             warnings.warn(message, EagerWarning, stacklevel=4)
 
-    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Iterator[list[Request]]:
-        """Decodes waiting requests with or without the draft: all of them, or some where the chooser wants others to
-        be decoded differently."""
+    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Generator[list[Request], None, None]:
+        """Decodes waiting requests with or without the draft, or as the chooser says."""
         chooser = self.chooser if drafts else None
-        together = min(batch, len(waiting))
-        rests = chooser is not None and chooser.rests(together, len(waiting))
-        comparing = chooser is not None and chooser.comparing
-        stack = ExitStack()
 
-        def batch_of_kind() -> Batch:
-            used = self.take_batch(drafts and not rests)
-            stack.callback(self.put_back, used)  # also if the consumer stops early
+        def take(drafts_now: bool) -> Batch:
+            used = self.take_batch(drafts_now)
             used.records, used.chooser = drafts, chooser
-            if chooser is not None and not rests and chooser.trying:
-                used.use(chooser.least)
             return used
 
-        scheduler, beginning = BatchScheduler(batch_of_kind, self.target.pads), Beginning(batch)
-        with stack:
-            if chooser is not None:
-                stack.enter_context(chooser.budget.working())
+        scheduler, beginning = BatchScheduler(take, self.put_back, self.target.pads, drafts), Beginning(batch)
+        with closing(scheduler):  # also if the consumer stops early
             while waiting or scheduler.running:
                 count = beginning.count(scheduler.running, len(waiting))
-                if chooser is not None and count and scheduler.batches:
-                    if not rests:
-                        chooser.stops(together, len(waiting))
-                        comparing = chooser.comparing
-                    elif comparing or chooser.returns(together, len(waiting)):
-                        if not scheduler.running:
-                            return
-                        count = 0
-                if chooser is not None and chooser.pausing:
-                    rests = True
-                    yield from scheduler.exchange(batch_of_kind)
-                    chooser.gave_up()
-                yield from scheduler.add([waiting.popleft() for _ in range(count)])
-                for updated in scheduler.round():
-                    if chooser is None:
-                        yield updated
-                        continue
-                    # what passes until the next ones are asked for is no time of decoding: the consumer needs it, or
-                    # other threads
-                    before = chooser.budget.pause()
-                    try:
-                        yield updated
-                    finally:
-                        waited = chooser.budget.resume() - before
-                    if waited > WAIT:
-                        scheduler.waited(waited)
-                    if rests and (complete := [r for r in updated if r.over]):
-                        self._probe(complete[0], chooser, scheduler, together)
-
-    def _probe(
-        self, complete: Request, chooser: AmountChooser, scheduler: BatchScheduler, together: int
-    ) -> None:  # fmt: skip
-        """Lets the chooser know, if it asks, how well the draft guesses answers that were decoded without it, if there
-        is memory for that beside the running requests."""
-        self._answers.append((complete.prefix, len(complete.done.tokens)))
-        if not chooser.probes(together):
-            return
-        for batch in scheduler.batches:
-            batch.interrupt()
-        try:
-            self.compile_probe()
-            chooser.budget.begin()
-            right, made = self._guess(self._answers)
-            chooser.add_guesses(right, made, made)
-        except torch.OutOfMemoryError:
-            pass
-        finally:
-            chooser.budget.end()
-            self._answers.clear()
-
-    def compile_probe(self) -> None:
-        """Compiles the kernels with which complete answers are guessed (`--depth auto`), once, if there is memory: that
-        tells nothing about what a guess takes. A CPU has nothing to compile."""
-        if self._probed or self.target.device.type == "cpu":
-            return
-        with suppress(torch.OutOfMemoryError):
-            for guesses in (7, 12, 24, UNREAD):  # kernels differ by the number of rows, up to 8, 16, 32 and 64
-                text = [0] * min(2 * UNREAD, self.target.context - 1), guesses
-                for answers in {1, self._answers.maxlen or 1}:
-                    self._guess([text] * answers)
-            self._probed = True
-
-    def _guess(self, texts: Sequence[tuple[Sequence[int], int]]) -> tuple[int, int]:
-        assert self.draft is not None  # guesses follow rests, of which only a draft's chooser knows
-        self._share_weights()
-        # a new proposer, whose cache no graphs read, and which has the draft's present weights
-        return probe(self.target, self.drafting.proposer(self.draft), self.layers, texts)
+                if chooser is not None and not scheduler.running:
+                    scheduler.drafts = not chooser.rests(count)
+                if count:
+                    yield from scheduler.add([waiting.popleft() for _ in range(count)])
+                yield from scheduler.round()
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""

@@ -50,7 +50,7 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Captures what several engines, which may share a target, decode with, each with its draft or (False) without.
 
-    All amounts of drafting that an engine may choose are captured, for each number of requests up to `batch` that has
+    All draft sizes that an engine may choose are captured, for each number of requests up to `batch` that has
     graphs of its own. See `Engine.prepare`.
     """
     sampling = sampling or Sampling()
@@ -71,12 +71,9 @@ def prepare(
         for longest, used in sorted(rooms, key=lambda room: room[1].slots(room[0]), reverse=True):
             used.make_room(batch, longest)
         sizes = sorted({graph_size(n) for n in range(1, batch + 1)})
-        total = len(sizes) * sum(len(used.proposer.amounts) for _, used in able)
+        total = len(sizes) * sum(len(used.proposer.sizes) for _, used in able)
         with count("capturing rounds", total) as advance:
             rounds = sum(used.prepare(_request(engine, sampling), sizes, advance) for engine, used in able)
-        for engine in {engine for engine, used in able if used.proposer.draft is not None}:
-            if engine.chooser is not None:
-                engine.compile_probe()
         return Prepared(rounds, time.perf_counter() - began, _reserved_bytes(taken) - before)
 
 

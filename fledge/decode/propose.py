@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fledge.config import DraftConfig
-from fledge.decode.adaptive import NOTHING, Amount, AmountChooser
+from fledge.decode.draft_size import DraftSize, SizeChooser
 from fledge.decode.sampling import BatchSampling
-from fledge.decode.shapes import Chain, DynamicTree, FixedTree, NoTree, Shape
+from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
 from fledge.decode.sources import OnePassSource, Source, StepSource
 from fledge.decode.state import RoundState
 from fledge.methods import METHODS, MOST_DEPTH, MOST_NODES, Method
@@ -25,25 +25,22 @@ from fledge.types import Sampling, Tree, TreeShape, check_type
 MODES = ("chain", "tree", "parallel")
 DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's config says
 AUTO = "auto"
-UNREAD = 64  # the most tokens of a request that are committed without the draft before it reads them
-GUESSED = 8  # of them, the last ones for which its guesses are compared
 DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR or twice the trained one
 FAR = 10
 NODES = (8, 16, 32, 60)  # the same for the nodes of trees
 
 
 class Proposer:
-    """Drafts for the requests that are decoded together, from one source. The first of some shapes is used until
-    another is chosen (`use`). With NOTHING among their amounts, a round may draft nothing, and leave its tokens to a
-    later round or to `read_along`."""
+    """Drafts for the requests that are decoded together, from one source, in trees of one of `shapes`: the first, until
+    `use` chooses another."""
 
-    def __init__(self, source: Source, shapes: Mapping[Amount, Shape]):
+    def __init__(self, source: Source, shapes: Mapping[DraftSize, Shape]):
         self.source, self.shapes = source, shapes
         self.use(next(iter(shapes)))
 
-    def use(self, amount: Amount) -> None:
-        """Drafts so much in the next rounds. Every request must have a single fresh token (`read_along`)."""
-        self.amount, self.shape = amount, self.shapes[amount]
+    def use(self, size: DraftSize) -> None:
+        """Drafts trees of this size in the next rounds."""
+        self.size, self.shape = size, self.shapes[size]
         self.source.set_depth(self.shape.levels)
 
     @property
@@ -51,8 +48,8 @@ class Proposer:
         return self.source.draft
 
     @property
-    def amounts(self) -> tuple[Amount, ...]:
-        """What can be drafted."""
+    def sizes(self) -> tuple[DraftSize, ...]:
+        """The sizes of trees that can be drafted."""
         return tuple(self.shapes)
 
     @property
@@ -62,8 +59,8 @@ class Proposer:
 
     @property
     def rows(self) -> int:
-        """The most tokens of a request that the draft has not read before a round."""
-        return self.levels + 1 if self.levels else UNREAD
+        """The most tokens of a request that the draft has not read before a round: those of a round of any size."""
+        return self.most_levels + 1
 
     @property
     def most_levels(self) -> int:
@@ -78,8 +75,7 @@ class Proposer:
     @property
     def scratch(self) -> int:
         """The most slots that a round writes after the committed ones in the draft's cache."""
-        shapes = self.shapes.values()
-        return max(UNREAD * (NOTHING in self.shapes), *(s.levels + 1 + max(s.levels, s.expanded) for s in shapes))
+        return self.rows + max(max(s.levels, s.expanded) for s in self.shapes.values())
 
     def new_cache(self, sizes: Sequence[int]) -> KVCache:
         """An empty cache of sequences of these sizes, in slots, for `read` and then `append`."""
@@ -125,34 +121,16 @@ class Proposer:
 
     def idle(self, spare: KVCache, size: int) -> Proposer:
         """A proposer of the same draft for `size` requests that do not exist, which share the segment of a cache."""
-        return Proposer(self.source.idle(spare, size), {self.amount: self.shape})
+        return Proposer(self.source.idle(spare, size), {self.size: self.shape})
 
     @torch.inference_mode()
     def propose(self, state: RoundState) -> Tree:
         """Adds each request's new slots to the draft's cache, and drafts from the last one. The new slots' keys and
         values stay in the cache; those of drafted nodes are forgotten."""
-        if not self.levels:
-            return Tree(state.root_B1, None, 0)
         root_B, logits_BKW = self.source.begin(state.to(self.draft.device))
         tree, slot_BN = self.shape.grow(self.source, root_B, logits_BKW)
         self.source.end(slot_BN)
         return tree
-
-    @torch.inference_mode()
-    def read_along(self, state: RoundState, guesses: int = GUESSED) -> tuple[RoundState, Tensor, Tensor]:
-        """Adds all fresh slots but the last of each request to the draft's cache.
-
-        Returns the state with the last tokens only, and of the draft's guesses for the last fresh tokens of each
-        request, at most `guesses`, the number that were right, and the number made, int64 [B] each.
-        """
-        device = self.draft.device
-        given = state.to(device)
-        at_BS = given.count_B[:, None] - 2 - torch.arange(guesses, device=device)
-        read = replace(given, count_B=given.count_B - 1)
-        guess_BS = self.source.read_along(read, at_BS.clamp_min(0))
-        made_BS = at_BS >= 0
-        right_BS = made_BS & (guess_BS == given.token_BR.gather(1, (at_BS + 1).clamp_min(0)))
-        return state.last(), right_BS.sum(1), made_BS.sum(1)
 
 
 @dataclass(frozen=True)
@@ -163,9 +141,9 @@ class Drafting:
     (P-EAGLE); "tree" drafts EAGLE-2's tree of `nodes`, the root included, with at most `width` children a node and
     paths of at most `depth` tokens, or a tree of a fixed `shape`. None is the method's own way, a chain. `depth` None
     is the depth that the draft was trained to. With "auto" as `depth` or `nodes`, they are chosen while decoding, and
-    nothing is drafted while that is faster (`decode/adaptive.py`). With `confidence` above 0 a chain is drafted only
+    nothing is drafted while that is faster (`decode/draft_size.py`). With `confidence` above 0 a chain is drafted only
     while the draft gives it at least that probability. `stable` False keeps in the draft's cache what drafting computed
-    for accepted tokens. `amounts` are what a round may draft, the first one to begin with, as `for_draft` finds them.
+    for accepted tokens. `sizes` are what a round may draft, the first one to begin with, as `for_draft` finds them.
     Raises TypeError for values of a wrong type, and ValueError for values out of range or that contradict each other.
     """
 
@@ -176,7 +154,7 @@ class Drafting:
     width: int = 10
     shape: TreeShape | None = None
     stable: bool = True
-    amounts: tuple[Amount, ...] = ()
+    sizes: tuple[DraftSize, ...] = ()
 
     def __post_init__(self) -> None:
         check_type("depth", self.depth, Integral | str | None, f"an integer or {AUTO!r}")
@@ -213,7 +191,8 @@ class Drafting:
         if self.automatic:
             for given, what in (
                 (self.shape is not None, "a fixed shape has its own depth and nodes"),
-                (not self.stable, "pausing needs the stable draft cache"),
+                (not self.stable, "changing the depth needs the stable draft cache"),
+                (self.confidence > 0, "a confidence ends chains early"),
             ):
                 if given:
                     raise ValueError(f"{what}; leave it or {AUTO!r} out")
@@ -238,11 +217,6 @@ class Drafting:
         """Whether it is chosen while decoding how much is drafted."""
         return self.depth == AUTO or (self.tree and self.nodes == AUTO)
 
-    @property
-    def ends_early(self) -> bool:
-        """Whether each pass of the draft tells whether there is another, of resolved drafting (`for_draft`)."""
-        return self.mode == "chain" and self.confidence > 0
-
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError where drafted tokens are to be drawn and the shape is a tree."""
         if self.tree and sampling.samples_draft:
@@ -261,40 +235,38 @@ class Drafting:
         return replace(self, mode="tree" if self.tree else "parallel" if method.one_pass else "chain")
 
     def for_draft(self, config: DraftConfig) -> Drafting:
-        """The same with the mode, depth and amounts of a draft. Raises ValueError as `for_method`."""
+        """The same with the mode, depth and sizes of a draft. Raises ValueError as `for_method`."""
         trained = config.provenance.depth or DEPTH
         resolved = replace(self.for_method(config.family), depth=self.depth or trained)
-        return replace(resolved, amounts=resolved._amounts(trained, config.family.one_pass))
+        return replace(resolved, sizes=resolved._sizes(trained, config.family.one_pass))
 
-    def _amounts(self, trained: int, one_pass: bool) -> tuple[Amount, ...]:
+    def _sizes(self, trained: int, one_pass: bool) -> tuple[DraftSize, ...]:
         if self.shape is not None:
-            return (Amount(len(self.shape.levels()) - 1, len(self.shape.parents)),)
+            return (DraftSize(len(self.shape.levels()) - 1, len(self.shape.parents)),)
         most = trained if one_pass else max(2 * trained, FAR)
         depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
         if not self.tree:
-            # chains that end early are begun with the largest limit, with which the rounds tell most
-            depth = depths[-1] if self.ends_early else min(trained, depths[-1])
-            amounts, start = [Amount(d, d + 1) for d in depths], Amount(depth, 0)
+            sizes, start = [DraftSize(d, d + 1) for d in depths], DraftSize(min(trained, depths[-1]), 0)
         elif self.nodes != AUTO:
-            amounts, start = [Amount(d, self.nodes) for d in depths], Amount(min(trained, depths[-1]), 0)
+            sizes, start = [DraftSize(d, self.nodes) for d in depths], DraftSize(min(trained, depths[-1]), 0)
         elif self.depth != AUTO:
-            amounts, start = [Amount(self.depth, n) for n in NODES], Amount(self.depth, NODES[len(NODES) // 2])
+            sizes, start = [DraftSize(self.depth, n) for n in NODES], DraftSize(self.depth, NODES[len(NODES) // 2])
         else:  # depth and nodes grow together
             paired = [math.ceil(trained * i / len(NODES)) for i in range(1, len(NODES) + 1)]
-            amounts = [Amount(d, n) for d, n in zip(paired, NODES, strict=True)]
-            start = amounts[len(NODES) // 2]
-        first = next((a for a in amounts if a >= start), amounts[-1])
-        return (first, *(a for a in amounts if a != first))
+            sizes = [DraftSize(d, n) for d, n in zip(paired, NODES, strict=True)]
+            start = sizes[len(NODES) // 2]
+        first = next((s for s in sizes if s >= start), sizes[-1])
+        return (first, *(s for s in sizes if s != first))
 
     @property
     def deepest(self) -> int:
         """The most tokens of a drafted path, of resolved drafting (`for_draft`)."""
-        return max(a.depth for a in self.amounts)
+        return max(s.depth for s in self.sizes)
 
     @property
     def verified(self) -> int:
         """The most tokens of a request in one verification, of resolved drafting (`for_draft`)."""
-        return max(a.nodes for a in self.amounts)
+        return max(s.nodes for s in self.sizes)
 
     def record(self) -> dict[str, Any]:
         """Its values as plain data, without those that have no effect."""
@@ -307,23 +279,19 @@ class Drafting:
 
     def proposer(self, draft: Draft) -> Proposer:
         """A new proposer, of resolved drafting (`for_draft`)."""
-        shapes = {amount: self._shape(draft, amount) for amount in self.amounts}
+        shapes = {size: self._shape(draft, size) for size in self.sizes}
         if draft.family.one_pass:
-            source = OnePassSource(draft, self.deepest)
-        else:
-            expanded = max(s.expanded for s in shapes.values())
-            source = StepSource(draft, self.verified, expanded, self.deepest, self.stable)
-        return Proposer(source, shapes | ({NOTHING: NoTree()} if self.automatic else {}))
+            return Proposer(OnePassSource(draft, self.deepest), shapes)
+        expanded = max(s.expanded for s in shapes.values())
+        return Proposer(StepSource(draft, self.verified, expanded, self.deepest, self.stable), shapes)
 
-    def chooser(self) -> AmountChooser | None:
-        """What chooses among the amounts, of resolved drafting; None if there is one."""
-        if not self.automatic:
-            return None
-        return AmountChooser(self.amounts, self.amounts[0], tree=self.tree, ends_early=self.ends_early)
+    def chooser(self) -> SizeChooser | None:
+        """What chooses among the sizes while decoding, of resolved drafting; None if there is one size."""
+        return SizeChooser(self.sizes) if self.automatic else None
 
-    def _shape(self, draft: Draft, amount: Amount) -> Shape:
+    def _shape(self, draft: Draft, size: DraftSize) -> Shape:
         if not self.tree:
-            return Chain(amount.depth, self.confidence, draft.device)
+            return Chain(size.depth, self.confidence, draft.device)
         if self.shape is None:
-            return DynamicTree(amount.depth, amount.nodes, self.width, draft)
+            return DynamicTree(size.depth, size.nodes, self.width, draft)
         return FixedTree(self.shape, draft)

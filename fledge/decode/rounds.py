@@ -238,11 +238,7 @@ class Rounds:
             aux_BNAD = logits_BNV.new_empty(*tree.token_BN.shape, 0, 0)
         else:
             aux_BNAD = draft.select_states(features).unflatten(0, tree.token_BN.shape)
-        unread = draft is not None and not tree.levels  # the draft has not read the state
-        if unread:
-            self.state = state.append(verdict, aux_BNAD)
-        else:
-            self.state = state.after(verdict, aux_BNAD, chains=tree.parent_BN is None)
+        self.state = state.after(verdict, aux_BNAD, chains=tree.parent_BN is None)
         drafted_B = torch.full_like(verdict.count_B, tree.levels) if tree.count_B is None else tree.count_B - 1
         return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
 
@@ -316,8 +312,12 @@ class Places:
         copy_all(theirs, [mine[:requests] for mine in self.tensors])
 
     def keep(self, changed: Sequence[Tensor]) -> None:
-        """Takes the values of tensors that a round made in place of these. Places without a request start again."""
-        copy_all(self.tensors, changed)
+        """Takes the values of tensors that a round made in place of these, which may have fewer columns. Places without
+        a request start again."""
+        copy_all(
+            [x if x.shape == new.shape else x[:, : new.shape[1]] for x, new in zip(self.tensors, changed, strict=True)],
+            changed,
+        )
         if self.size > 1 and self.lengths:
             torch._foreach_mul_(self.lengths, [self.active_B] * len(self.lengths))
 

@@ -43,12 +43,13 @@ class BatchScheduler:
     """Distributes requests over batches.
 
     If the target's cache `pads`, a batch has as many slots for each request as its longest request needs. A request
-    that is much longer than the others therefore gets another batch, created by `new_batch`. Otherwise there is one
-    batch. A round is one round of each batch.
+    that is much longer than the others therefore gets another batch. Otherwise there is one batch. A round is one round
+    of each batch. While no request runs, `drafts` may be changed: whether requests are decoded with the draft.
     """
 
-    def __init__(self, new_batch: Callable[[], Batch], pads: bool):
-        self.new_batch, self.pads = new_batch, pads
+    def __init__(self, take: Callable[[bool], Batch], put_back: Callable[[Batch], None], pads: bool, drafts: bool):
+        """`take` returns a batch without requests, with a draft or without one, and `put_back` takes it back."""
+        self.take, self.put_back, self.pads, self.drafts = take, put_back, pads, drafts
         self.batches: list[Batch] = []
 
     @property
@@ -58,37 +59,41 @@ class BatchScheduler:
 
     def add(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Adds each request to the first batch that it fits in, or to a new one; prefills and yields as `Batch.add`."""
-        assigned: list[tuple[Batch, list[Request]]] = [(batch, []) for batch in self.batches]
+        if not self.running and any(batch.drafts != self.drafts for batch in self.batches):
+            self.close()
+        new: dict[Batch, list[Request]] = {batch: [] for batch in self.batches}
         for request in requests:
-            fitting = (new for batch, new in assigned if self._fit([*batch.running, *new, request]))
-            if (new := next(fitting, None)) is None:
-                new = []
-                assigned.append((self.new_batch(), new))
-            new.append(request)
-        self.batches = [batch for batch, _ in assigned]
-        for batch, new in assigned:
-            yield from batch.add(new)
-
-    def exchange(self, new_batch: Callable[[], Batch]) -> Iterator[list[Request]]:
-        """Goes on with other batches, which `new_batch` creates and which do not draft. Yields the requests that tokens
-        were committed to."""
-        self.new_batch, exchanged = new_batch, self.batches
-        self.batches = [new_batch() for _ in exchanged]
-        for batch, other in zip(self.batches, exchanged, strict=True):
-            yield batch.take_over(other)
+            fitting = (batch for batch in new if self._fit([*batch.running, *new[batch], request]))
+            if (batch := next(fitting, None)) is None:
+                batch = self._open()
+                new[batch] = []
+            new[batch].append(request)
+        for batch, added in new.items():
+            yield from batch.add(added)
 
     def round(self) -> Iterator[list[Request]]:
-        """Runs a round of every batch. Yields the requests that tokens were committed to, then removes complete
-        ones."""
-        for batch in self.batches:
+        """Runs a round of every batch. Yields the requests that tokens were committed to, then removes complete ones.
+        The requests of a batch that rests go on in a batch without a draft."""
+        for batch in self.batches[:]:
             if batch.running:
                 yield batch.round()
-        self.batches = self.batches[:1] + [batch for batch in self.batches[1:] if batch.running]
+            if batch.rests:
+                self.drafts = False
+                plain = self._open()
+                yield plain.take_over(batch)
+            if not batch.running and len(self.batches) > 1:
+                self.batches.remove(batch)
+                self.put_back(batch)
 
-    def waited(self, seconds: float) -> None:
-        """Called after so many seconds in which no round was asked for."""
-        for batch in self.batches:
-            batch.waited(seconds)
+    def close(self) -> None:
+        """Gives all batches back, with their requests, complete or not."""
+        while self.batches:
+            self.put_back(self.batches.pop())
+
+    def _open(self) -> Batch:
+        """Another batch."""
+        self.batches.append(batch := self.take(self.drafts))
+        return batch
 
     def _fit(self, requests: Sequence[Request]) -> bool:
         """Whether requests can share a batch: its cache has at most twice the slots that they need, or is small."""

@@ -106,12 +106,6 @@ class Chain(Shape):
         return decoder.to_target(choice_BS), q_BSW, chance_BS
 
 
-class NoTree(Shape):
-    """Nothing is drafted: trees of a root only, which commit one token without a pass of the draft."""
-
-    levels, nodes, expanded = 0, 1, 0
-
-
 class DynamicTree(Shape):
     """EAGLE-2's dynamic trees (Li et al. 2024, arXiv:2406.16858, section 4).
 

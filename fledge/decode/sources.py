@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
-from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.fresh_rows import FreshRows, fresh_rows
 from fledge.kernels.sampling import TOKEN, coupled
 from fledge.kernels.sdpa import without_cudnn_sdpa
@@ -77,16 +76,6 @@ class Source:
         with without_cudnn_sdpa(draft.device):
             self.decoder.read(flat, state, self.decoder.rotation(rows.position_M), rows)
         rows.commit(count_B)
-
-    def read_along(self, state: RoundState, asked_BS: Tensor) -> Tensor:
-        """Adds each request's fresh slots to the cache, and returns the draft's target ids after S of them, at these
-        rows of the state (int64): int64 [B, S]."""
-        rows = self._fresh(state)
-        out = self._run(rows, self._inputs(state), self.decoder.rotation(rows.position_M), asked_BS)
-        state_BS = self._states(self.cache.length_B[:, None] + asked_BS + 2)
-        self.cache.keep(None, state.count_B)
-        logits_BSW = self.decoder.predict(*out)[1].unflatten(0, asked_BS.shape)
-        return argmax_rows(self._coupled(logits_BSW, state_BS), self.decoder.target_id_W)
 
     def set_depth(self, depth: int) -> None:
         """Sets the number of levels that are drafted in the next rounds."""

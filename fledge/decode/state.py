@@ -41,28 +41,11 @@ class RoundState:
             aux_BRAD = aux_BNAD.gather(1, verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:]))
         return RoundState(verdict.token_BR, aux_BRAD, verdict.count_B, verdict.path_BR, self.length_B + verdict.count_B)
 
-    def append(self, verdict: Verdict, aux_BNAD: Tensor) -> RoundState:
-        """The state after a verification that committed one token each and whose predecessor the draft has not read.
-        Rows behind the valid ones are used, in place."""
-        at_B1 = self.count_B[:, None]
-        self.token_BR.scatter_(1, at_B1, verdict.token_BR[:, :1])
-        self.aux_BRAD.scatter_(1, at_B1[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:]), aux_BNAD[:, :1])
-        return replace(self, count_B=self.count_B + 1, length_B=self.length_B + 1)
-
-    @property
-    def root_B1(self) -> Tensor:
-        """The roots of the next trees, int64 [B, 1]: the last valid tokens."""
-        return self.token_BR.gather(1, self.count_B[:, None] - 1)
-
-    def last(self) -> RoundState:
-        """The state with the last valid rows only (R = 1), as if the draft had read the others."""
-        at_B1 = self.count_B[:, None] - 1
-        aux_B1AD = self.aux_BRAD.gather(1, at_B1[..., None, None].expand(-1, -1, *self.aux_BRAD.shape[2:]))
-        return RoundState(self.root_B1, aux_B1AD, torch.ones_like(self.count_B), torch.zeros_like(at_B1), self.length_B)
-
-    def without_aux(self) -> RoundState:
-        """The state without hidden states, as of requests that are decoded without a draft (A = D = 0)."""
-        return replace(self, aux_BRAD=self.aux_BRAD.new_empty(*self.token_BR.shape, 0, 0))
+    def plain(self) -> RoundState:
+        """The state of requests that go on without a draft: the last valid tokens (R = 1), without hidden states
+        (A = D = 0)."""
+        token_B1 = self.token_BR.gather(1, self.count_B[:, None] - 1)
+        return RoundState.first(token_B1[:, 0], self.aux_BRAD.new_empty(len(token_B1), 0, 0), self.length_B)
 
     def idle(self, size: int) -> RoundState:
         """The state of `size` requests that do not exist: one token of an empty text."""

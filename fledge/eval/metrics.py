@@ -67,11 +67,8 @@ def paused(traces: Sequence[Trace]) -> float:
 
 
 def pause_line(share: float, reason: str) -> str:
-    """A sentence on the `paused` rounds, with the reason of the last pause. Without a pause, there is no reason: such
-    rounds were timed, to compare."""
-    if not reason:
-        return f"In {share:.0%} of the rounds nothing was drafted, to measure what a round without a draft takes."
-    return f"Speculation paused in {share:.0%} of the rounds: {reason}."
+    """A sentence on the share of rounds that drafted nothing, with the reason if the engine knows one."""
+    return f"Speculation paused in {share:.0%} of the rounds{': ' * bool(reason)}{reason}."
 
 
 def bytes_per_round(traces: Sequence[Trace]) -> float:

@@ -113,7 +113,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "tau": tau([c.trace for c in with_draft]),
         "tau_interval": tau_interval(requests),
         "paused": share,
-        "pause_reason": engine.chooser.last_reason if engine.chooser is not None and share else "",
+        "pause_reason": engine.chooser.reason if engine.chooser is not None and share else "",
         "alpha": alpha([c.trace for c in with_draft]),
         "tokens_per_s": fast,
         "baseline_tokens_per_s": slow,

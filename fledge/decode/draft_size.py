@@ -1,0 +1,172 @@
+"""How much a round drafts, chosen while decoding (`depth="auto"`).
+
+The best size commits the most tokens per second: the tokens that a round is expected to commit, by the acceptance
+measured lately, divided by the seconds of a round. Where no size pays, the engine rests: it decodes without the draft,
+and tries drafting again now and then.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fledge.decode.rounds import graph_size
+
+HELD, SETTLED = 6, 24  # rounds between two choices: while the seconds of a round are measured, and later
+TIMED, LATEST = 3, 9  # the fewest rounds of a size whose seconds count as known, and the most that are kept
+AGAIN = 1024  # rounds after which the seconds of all sizes are measured again, since texts grow and machines change
+MEMORY = 128  # rounds over which a measured acceptance loses most of its weight
+EVIDENCE = 32  # drafted first tokens, the fewest by which an engine may decide to rest
+WORTH = 1.05  # the speedup that drafting must promise: a round of an engine that rests is a little faster than assumed
+GAIN = 1.02  # the speedup that another size must promise over the present one
+REST, LONGEST_REST = 200, 6400  # rounds at rest before drafting is tried: at first, and after many vain tries
+PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
+FALL = 0.95  # acceptance at a depth that was never drafted, relative to the depth above
+GROWTH = 0.2  # assumed: accepted tokens grow with this power of a tree's nodes
+
+
+@dataclass(frozen=True, order=True)
+class DraftSize:
+    """What a round drafts: paths of at most `depth` tokens, in trees of at most `nodes` nodes, the root included."""
+
+    depth: int
+    nodes: int
+
+
+NOTHING = DraftSize(0, 1)
+
+
+class AcceptanceRates:
+    """The share of drafted tokens that are accepted at each of `depth` depths where all tokens above are accepted.
+    Older rounds count exponentially less."""
+
+    def __init__(self, depth: int):
+        self.tried, self.accepted = [0.0] * depth, [0.0] * depth
+
+    def add(self, depth: int, accepted: Sequence[int]) -> None:
+        """Adds one round: the number of accepted tokens of each request, of `depth` drafted tokens."""
+        keep = 1 - 1 / MEMORY
+        for k in range(len(self.tried)):
+            reached = sum(n >= k for n in accepted) if k < depth else 0
+            self.tried[k] = keep * self.tried[k] + reached
+            self.accepted[k] = keep * self.accepted[k] + sum(n > k for n in accepted)
+
+    def tokens(self, depth: int) -> float:
+        """The tokens that a round with `depth` drafted tokens is expected to commit, the target's own included."""
+        total = survives = 1.0
+        rate = PRIOR / FALL
+        for tried, accepted in zip(self.tried[:depth], self.accepted[:depth], strict=True):
+            rate = (accepted + PRIOR_ROUNDS * FALL * rate) / (tried + PRIOR_ROUNDS)
+            survives *= rate
+            total += survives
+        return total
+
+
+class SizeChooser:
+    """Chooses the draft size of the rounds of an engine, among `sizes`, of which `sizes[0]` is used first."""
+
+    def __init__(self, sizes: Sequence[DraftSize]):
+        self.sizes = sizes
+        self.rates = AcceptanceRates(max(s.depth for s in sizes))
+        self.nodes = float(sizes[0].nodes)  # mean nodes of the trees by which `rates` were measured
+        # by number of requests (`graph_size`) and size: seconds of drafting and verification of the latest rounds
+        self.times: dict[int, dict[DraftSize, deque[tuple[float, float]]]] = defaultdict(dict)
+        self.rounds = 0  # since `times` were measured
+        self.settled = False  # whether the last choice was between known seconds
+        self.rested, self.patience = 0, REST  # rounds at rest since the last try, and the rounds until the next try
+        self.reason = ""  # why the engine rested last
+
+    def add(self, size: DraftSize, accepted: Sequence[int], seconds: Sequence[float]) -> None:
+        """Adds a round: the number of accepted tokens of each request, and the seconds of drafting (if there was any)
+        and of verification."""
+        latest = self.times[graph_size(len(accepted))].setdefault(size, deque(maxlen=LATEST))
+        latest.append((sum(seconds[:-1]), seconds[-1]))
+        self.rounds += 1
+        if size == NOTHING:
+            self.rested += 1
+        else:
+            self.rates.add(size.depth, accepted)
+            self.nodes += (size.nodes - self.nodes) / MEMORY
+
+    def choose(self, requests: int, current: DraftSize) -> DraftSize:
+        """The size of the next rounds of `requests` requests, after rounds of the `current` size. NOTHING if the engine
+        should rest."""
+        self.settled = False
+        if self.rounds >= AGAIN:
+            self.rounds = 0
+            self.times.clear()
+        if not self._timed(requests):
+            here = self.times[graph_size(requests)]
+            measured = (s for s in (self.sizes[0], min(self.sizes)) if len(here.get(s, ())) < TIMED)
+            return next(measured, self.sizes[0])
+        self.settled = True
+        best, pays = self._best(requests)
+        if self.rates.tried[0] < EVIDENCE:
+            return best
+        if not pays:
+            self.rested, self.reason = 0, self._comparison(requests, best)
+            return NOTHING
+        self.patience = REST
+        return best if self._speed(requests, best) > GAIN * self._speed(requests, current) else current
+
+    def rests(self, requests: int) -> bool:
+        """Whether the next `requests` requests are decoded without the draft. Called while no request runs."""
+        if self.rates.tried[0] < EVIDENCE or not self._timed(requests) or self._best(requests)[1]:
+            return False
+        if self.rested < self.patience:
+            return True
+        self.rested, self.patience = 0, min(2 * self.patience, LONGEST_REST)
+        self.rates = AcceptanceRates(len(self.rates.tried))
+        return False
+
+    def _best(self, requests: int) -> tuple[DraftSize, bool]:
+        """The fastest size beside NOTHING, and whether drafting pays."""
+        best = max(self.sizes, key=lambda size: self._speed(requests, size))
+        return best, self._speed(requests, best) >= WORTH * self._speed(requests, NOTHING)
+
+    def _speed(self, requests: int, size: DraftSize) -> float:
+        """Expected tokens per second of each request."""
+        return self._tokens(size) / self._seconds(requests, size)
+
+    def _tokens(self, size: DraftSize) -> float:
+        """The tokens that a round is expected to commit for each request."""
+        grows = (size.nodes / self.nodes) ** GROWTH if size.nodes > size.depth + 1 else 1.0
+        return 1 + (self.rates.tokens(size.depth) - 1) * grows
+
+    def _seconds(self, requests: int, size: DraftSize) -> float:
+        """The seconds of a round. Sizes that were not timed lie on lines through those that were: drafting by depth,
+        and verification by nodes, also of a round that drafts nothing."""
+        known = {s: [statistics.median(x) for x in zip(*latest, strict=True)] for s, latest in self._timed(requests)}
+        if size in known:
+            return sum(known[size])
+        drafting = 0.0 if size == NOTHING else _line([(s.depth, known[s][0]) for s in known if s.depth], size.depth)
+        return drafting + _line([(s.nodes, known[s][1]) for s in known if s.depth], size.nodes)
+
+    def _timed(self, requests: int) -> Sequence[tuple[DraftSize, deque[tuple[float, float]]]]:
+        """The sizes with known seconds, at the number of requests nearest to `requests` where two sizes are known."""
+        enough = min(2, len(self.sizes))
+        known = {n: [(s, t) for s, t in of.items() if len(t) >= TIMED] for n, of in self.times.items()}
+        able = [n for n in known if sum(s.depth > 0 for s, _ in known[n]) >= enough]
+        return known[min(able, key=lambda n: abs(n - graph_size(requests)))] if able else []
+
+    def _comparison(self, requests: int, best: DraftSize) -> str:
+        """The seconds and the tokens of a round of the best size, beside a round that drafts nothing."""
+        cost = self._seconds(requests, best) / self._seconds(requests, NOTHING)
+        return (
+            f"a round that drafts {best.depth} token{'s' * (best.depth > 1)} takes {cost:.2f} times as long as one "
+            f"without drafting, and would commit {self._tokens(best):.2f} times the tokens"
+        )
+
+
+def _line(points: Sequence[tuple[int, float]], x: int) -> float:
+    """The value at `x` on the line through the two of `points` nearest to `x`; at least half of the smallest value."""
+    points = sorted(points)
+    least = min(y for _, y in points) / 2
+    if len(points) == 1:
+        return points[0][1]
+    i = min(max(sum(at < x for at, _ in points), 1), len(points) - 1)
+    (a, low), (b, high) = points[i - 1], points[i]
+    slope = max(high - low, 0.0) / (b - a) if b > a else 0.0
+    return max(high + slope * (x - b), least)
