@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from prompt_toolkit.application import create_app_session
-from prompt_toolkit.data_structures import Size
-from prompt_toolkit.input import DummyInput
-from prompt_toolkit.output import DummyOutput
 from rich.color import Color
 from transformers import AutoTokenizer
 
 from fledge.data.answering import AnswerWarning
-from fledge.data.read import read_records
 from fledge.decode.engine import Engine
-from fledge.jobs.chat import converse
-from fledge.jobs.chatting.commands import COMMANDS, Outcome, execute, help_text, is_command, text_of
-from fledge.jobs.chatting.conversation import Conversation, Exchange, save
-from fledge.jobs.chatting.screen import Pipes, Terminal
-from fledge.jobs.chatting.session import Session, Settings, summary
+from fledge.jobs.chat import converse, execute
+from fledge.jobs.chatting.screen import Pipes
+from fledge.jobs.chatting.session import Answer, Session
 from fledge.jobs.chatting.tints import TINTS
 from fledge.models.weights import save_draft
 from fledge.types import Sampling
-from support.files import rows_of
 from support.targets import (
     CHANNEL,
     CHANNEL_TOKENS,
@@ -41,17 +32,19 @@ from support.terminal import TerminalOf
 
 PAIR = Path(__file__).parents[1] / "fledge" / "demo"
 BUNDLED = ["--target", PAIR / "target", "--draft", PAIR / "draft"]
-NEVER = dict(show=lambda pieces: None, stopped=lambda: False)
 
 
-def session_of(draft: bool = True, new: int = 8, **target) -> Session:
+def session_of(draft: bool = True, new: int = 8, sampling: Sampling | None = None, chat: dict | None = None, **target):
     model = tiny_target(**target)
     engine = Engine(model, tiny_draft(model) if draft else None)
-    return Session(engine, Conversation(), Settings(Sampling(), new))
+    return Session(engine, sampling or Sampling(), new, **chat or {})
 
 
-def ask(session: Session, asked: str, said: list[str] | None = None):
-    return session.answer(asked, **NEVER, say=(said if said is not None else []).append)
+def ask(session: Session, asked: str, said: list[str] | None = None) -> tuple[str, Answer]:
+    """The text of an answer, and its figures."""
+    given = []
+    answer = session.answer(asked, given.extend, lambda: False, say=(said if said is not None else []).append)
+    return "".join(text for text, _ in given), answer
 
 
 def said(content: str) -> dict[str, str]:
@@ -62,167 +55,95 @@ def said(content: str) -> dict[str, str]:
 
 
 def test_the_model_sees_the_conversation_so_far():
-    session = session_of()
-    session.set_system("Be short.")
-    first = ask(session, "the young bird")
+    session = session_of(chat=dict(system="Be short."))
+    first, _ = ask(session, "the young bird")
     ask(session, "tries again")
     messages = [
-        {"role": "system", "content": "Be short."}, {"role": "user", "content": "the young bird"},
-        {"role": "assistant", "content": first.text}, {"role": "user", "content": "tries again"},
+        {"role": "system", "content": "Be short."}, {"role": "user", "content": "the young bird"}, said(first),
+        {"role": "user", "content": "tries again"},
     ]  # fmt: skip
     alone = session.engine.generate(messages, max_new_tokens=8)
-    assert session.conversation.exchanges[1].answer["content"] == alone.text
-    assert session.tokens == len(session.engine.template.prompt_ids(messages)) + len(alone.tokens)
+    assert session.messages == [*messages, said(alone.text)]
+    assert execute(session, "/reset") == "a new conversation" and session.messages == messages[:1]
 
 
 def test_a_raw_conversation_continues_each_text_on_its_own():
-    session = session_of()
-    session.conversation = Conversation(raw=True)
+    session = session_of(chat=dict(raw=True))
     for asked in ("the young bird", "tries again"):
-        assert ask(session, asked).text == session.engine.generate(asked, max_new_tokens=8).text
-    with pytest.raises(ValueError, match="chat template"):
-        session.set_system("a")
+        assert ask(session, asked)[0] == session.engine.generate(asked, max_new_tokens=8).text
 
 
-def test_a_full_context_drops_the_first_exchanges_and_says_so():
-    session, said = session_of(max_position_embeddings=100, new=16), []
+@pytest.mark.parametrize("system", [None, "Be short."])
+def test_a_full_context_drops_the_first_messages_and_says_so(system):
+    session, dropped = session_of(max_position_embeddings=100, new=16, chat=dict(system=system)), []
     for n in range(6):
-        before = session.conversation.dropped
-        ask(session, f"try {n}", said)
-        assert session.tokens <= 100
-        assert len(said) == len({e for e in said}) and bool(said) == bool(session.conversation.dropped)
-        if session.conversation.dropped > before:
-            dropped = session.conversation.dropped
-            assert ("first exchange" if dropped == 1 else f"first {dropped} exchanges") in said[-1]
-    assert said and session.conversation.prompt("x")[0]["content"] != "try 0"
-    assert len(session.conversation.exchanges) == 6, "what was said is kept"
-    before = list(session.conversation.exchanges)
+        before, told = len(session.messages), len(dropped)
+        _, answer = ask(session, f"try {n}", dropped)
+        assert len(session.engine.template.prompt_ids(session.messages[:-1])) + answer.tokens <= 100
+        lost = before + 2 - len(session.messages)
+        assert (f"its first {lost} messages were dropped" in dropped[-1]) if lost else len(dropped) == told
+    assert dropped and session.messages[0] != {"role": "user", "content": "try 0"}
+    assert session.messages[0]["role"] == ("system" if system else "user")
+    before = list(session.messages)
     with pytest.raises(ValueError, match=r"was not sent\. Shorten it"):
         ask(session, "the young bird " * 50)
-    assert session.conversation.exchanges == before
-    session.conversation.reset()
-    assert not session.conversation.dropped and not session.tokens
+    assert session.messages == before
 
 
-def test_a_stopped_answer_is_kept_and_a_failed_retry_changes_nothing():
+def test_a_stopped_answer_is_kept():
     session, given = session_of(new=40), []
     answer = session.answer("the", given.append, lambda: len(given) >= 3, say=print)
     assert answer.ended == "stopped" and 0 < answer.tokens < 40
-    assert "".join(text for pieces in given for text, _ in pieces) == answer.text
-    assert session.conversation.exchanges == [Exchange("the", said(answer.text), session.tokens)]
-    with pytest.raises(OSError), session.retrying() as asked:
-        assert asked == "the" and not session.conversation.exchanges
-        raise OSError
-    assert session.conversation.exchanges[0].answer == said(answer.text)
-    session.conversation.dropped = 1
-    with pytest.raises(OSError), session.retrying():
-        raise OSError
-    assert session.conversation.dropped == 1, "what the model does not see is as before"
+    text = "".join(text for pieces in given for text, _ in pieces)
+    assert session.messages == [{"role": "user", "content": "the"}, said(text)]
 
 
-def test_the_line_below_an_answer_compares_with_and_without_the_draft():
+def test_the_draft_changes_the_line_below_an_answer_and_not_the_text():
     session = session_of(new=24)
-    with_draft = ask(session, "the young bird")
-    assert re.fullmatch(
-        r"τ \d\.\d\d · [\d,.]+ tokens/s · \d+ tokens? · (complete|token limit)", summary(with_draft, None)
-    )
-    session.toggle_draft()
-    with session.retrying() as asked:
-        without = ask(session, asked)
-    assert without.text == with_draft.text and without.tau is None
-    line = summary(without, session.speeds[True])
-    assert re.match(r"[\d,.]+ tokens/s \([\d,.]+ with\) · ", line) and len(line) < 60
+    text, with_draft = ask(session, "the young bird")
+    figures = r"[\d,.]+ tokens/s · draft {} · \d+ tokens? · (complete|token limit)"
+    assert re.fullmatch(r"τ \d\.\d\d · " + figures.format("on"), with_draft.summary)
+    session.reset()
+    session.switch_draft(False)
+    again, without = ask(session, "the young bird")
+    assert again == text and without.tau is None
+    assert re.fullmatch(figures.format("off"), without.summary) and len(without.summary) < 60
 
 
-def test_conversations_are_saved_as_training_data(tmp_path):
-    session, file = session_of(), tmp_path / "chats.jsonl"
-    with pytest.raises(ValueError, match="nothing was asked"):
-        save(session.conversation, file)
-    with pytest.raises(ValueError, match="nothing was asked"):
-        save(session.conversation, tmp_path)
-    ask(session, "the young bird")
-    assert execute(session, f"/save {file}") == Outcome(f"saved; {file} has 1 row for fledge train --data")
-    file.write_text(file.read_text().rstrip())  # without its last newline
-    assert save(Conversation(raw=True, exchanges=[Exchange("a", said("b"))]), file) == 2
-    chat, text = read_records([str(file)])
-    assert [m["role"] for m in chat.messages] == ["user", "assistant"] and rows_of(file)[1]["completion"] == "b"
-    assert text.text == "ab"
-    with pytest.raises(ValueError, match="is a directory; choose another name"):
-        save(session.conversation, tmp_path)
-    assert save(session.conversation, tmp_path / "new" / "chats.jsonl") == 1
-    (tmp_path / "notes.txt").write_text("to do\n")
-    with pytest.raises(ValueError, match="not a JSON lines file"):
-        save(session.conversation, tmp_path / "notes.txt")
+def test_a_sampled_answer_repeats_with_its_seed_and_not_within_a_conversation():
+    session = session_of(sampling=Sampling(1.0), new=16, chat=dict(raw=True))
+    first, second = ask(session, "the")[0], ask(session, "the")[0]
+    session.reset()
+    assert [ask(session, "the")[0] for _ in range(2)] == [first, second] and first != second
+    assert ask(session_of(sampling=Sampling(1.0, seed=1), new=16, chat=dict(raw=True)), "the")[0] != first
 
 
 # -- commands -----------------------------------------------------------------------------------------------------
 
 
-def test_commands_change_the_settings_of_the_next_answer():
+def test_a_command_switches_the_draft():
     session = session_of()
-    for line, said in (
-        ("/temperature 0.7", "temperature 0.7"), ("/top-p .9", "top-p 0.9"), ("/top-k 5", "top-k 5"),
-        ("/seed 3", "seed 3"), ("/repetition-penalty 1.1", "repetition-penalty 1.1"),
-        ("/max-new-tokens 3", "answers have at most 3 tokens"), ("/depth 2", "depth 2"), ("/depth auto", "depth auto"),
-        ("/system Be short.", "system prompt set; it applies from now on"), ("/system", "system prompt: Be short."),
-        ("/draft off", "the next answers are decoded without the draft"),
-    ):  # fmt: skip
-        assert execute(session, line).said == said
-    assert session.settings == Settings(Sampling(0.7, 5, 0.9, 1.1, 3), 3, drafts=False)
-    assert session.engine.chooser is not None and not session.drafts
-    assert ask(session, "the").tokens <= 3
-    assert execute(session, "/draft").said.endswith("without the draft") and not session.drafts, "only shown"
-    assert execute(session, "/draft on").said == execute(session, "/draft").said
-    assert session.drafts and "the" in execute(session, "/undo").said and not session.conversation.exchanges
-    assert execute(session, "/system none").said == "system prompt removed"
-    assert all(execute(session, f"/{name}").ends for name in ("quit", "exit", "bye"))
-    assert execute(session, "/retry").retries
-    assert all(f"/{name}" in help_text() for name in COMMANDS)
+    assert execute(session, "/draft off").endswith("without the draft") and not session.drafts
+    assert execute(session, "/draft on").endswith("with the draft") and session.drafts
+    assert all(command in execute(session, "/help") for command in ("/draft on", "/reset", "/help", "/exit"))
 
 
-def test_settings_are_shown_exactly():
+@pytest.mark.parametrize("line", ["/temp 1", "/draft", "/draft maybe", "/reset now", "/usr/bin"])
+def test_wrong_commands_change_nothing(line):
     session = session_of()
-    for line in ("temperature 0.1234567", "temperature 1", "seed 12345678", "top-p 0.9999999", "top-k 1234567"):
-        assert execute(session, f"/{line}").said == line
-    assert execute(session, "/seed").said == "seed 12345678"
-
-
-def test_a_sampled_answer_repeats_with_its_seed():
-    session = session_of()
-    execute(session, "/temperature 1")
-    first = ask(session, "the").text
-    for seed, same in ((0, True), (1, False)):
-        execute(session, f"/seed {seed}")
-        with session.retrying() as asked:
-            assert (ask(session, asked).text == first) == same
-
-
-@pytest.mark.parametrize(
-    "line, problem",
-    [("/temp 1", "no command /temp"), ("/top-k x", "a whole number"), ("/temperature -1", "at least 0"),
-     ("/top-p 2", "outside"), ("/depth x", "or auto"), ("/depth 0", "drafts nothing"), ("/draft maybe", "on, off"),
-     ("/reset now", "nothing behind it"), ("/save", "name of a file"), ("/undo", "nothing was asked"),
-     ("/max-new-tokens 0", "at least one token")],
-)  # fmt: skip
-def test_wrong_commands_change_nothing(line, problem):
-    session = session_of()
-    before = session.settings, session.engine
-    with pytest.raises(ValueError, match=problem):
+    ask(session, "the")
+    before = session.drafts, list(session.messages)
+    with pytest.raises(ValueError, match=r"is no command; there are .* with /, put a space before it"):
         execute(session, line)
-    assert (session.settings, session.engine) == before
+    assert (session.drafts, session.messages) == before
 
 
-def test_a_text_may_begin_with_a_slash():
-    assert is_command("/help") and not is_command("//usr/bin") and text_of("//usr/bin") == "/usr/bin"
-
-
-def test_without_a_draft_its_commands_say_so():
+def test_without_a_draft_the_command_says_so():
     session = session_of(draft=False)
-    for line in ("/draft on", "/depth 3"):
-        with pytest.raises(ValueError, match="there is no draft"):
-            execute(session, line)
-    assert execute(session, "/draft") == execute(session, "/depth") == Outcome("there is no draft")
-    assert ask(session, "the").tau is None
+    with pytest.raises(ValueError, match="there is no draft"):
+        execute(session, "/draft on")
+    _, answer = ask(session, "the")
+    assert answer.tau is None and "draft" not in answer.summary
 
 
 # -- pipes --------------------------------------------------------------------------------------------------------
@@ -239,15 +160,19 @@ def made(tmp_path_factory):
 
 def test_piped_lines_are_turns_and_answers_are_plain(made, fledge, monkeypatch):
     words = ["chat", "--target", made / "target", "--draft", made / "draft", "--max-new-tokens", 6, "--depth", 3]
-    monkeypatch.setattr("sys.stdin", io.StringIO("the young bird\n\n/draft off\n/retry\ntries again\n"))
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("the young bird\n\n/draft off\n/reset\nthe young bird\n/exit\nnot read\n")
+    )
     went = fledge(*words)
     assert went.code == 0 and "\x1b" not in went.out + went.err
-    assert len(re.findall(r"^τ .* · [1-6] tokens? · ", went.err, re.M)) == 1
-    assert len(re.findall(r"^[\d,.]+ tokens/s \([\d,.]+ with\)", went.err, re.M)) == 2
+    assert len(re.findall(r"^τ .* · draft on · [1-6] tokens? · ", went.err, re.M)) == 1
+    assert len(re.findall(r"^[\d,.]+ tokens/s · draft off · ", went.err, re.M)) == 1
     generated = fledge("generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 6)
-    assert went.out.startswith(2 * generated.out), "with and without the draft"
+    assert went.out == 2 * generated.out, "with and without the draft"
     monkeypatch.setattr("sys.stdin", io.StringIO("/nothing\nthe\n"))
     assert fledge(*words).code == 2, "nobody is there to correct it"
+    monkeypatch.setattr("sys.stdin", io.StringIO(" /usr/bin\n"))
+    assert fledge(*words).code == 0, "a text that begins with a slash"
 
 
 def test_the_bundled_pair_answers(fledge, monkeypatch):
@@ -285,7 +210,7 @@ class Shown(Pipes):
 def test_an_error_keeps_the_conversation_and_goes_on(capsys):
     session, screen = session_of(max_position_embeddings=64), Shown("the young bird " * 60)
     converse(session, screen)
-    assert "was not sent" in screen.failed[0] and not session.conversation.exchanges
+    assert "was not sent" in screen.failed[0] and not session.messages
 
 
 # -- a terminal ---------------------------------------------------------------------------------------------------
@@ -304,76 +229,58 @@ def test_tints_are_readable_on_light_and_dark_terminals(tint):
 
 
 def wait_for_prompt(terminal: TerminalOf) -> None:
-    """Waits for the input line, which has the bar below it."""
-    shown = terminal.screen
-    terminal.wait(lambda: "F2: o" in ([line for line in shown.display if line.strip()] or [""])[-1])
+    """Waits for an empty input line."""
+    terminal.wait(lambda: terminal.screen.display[terminal.screen.cursor.y].strip() == ">")
 
 
 def test_a_conversation_on_a_narrow_terminal():
     asked = "Tell me a story about a cat."
-    words = [*BUNDLED, "--max-new-tokens", 400, "--temperature", 4]  # so hot that no answer ends soon
 
     def answer() -> list[str]:
         shown = [line for line in terminal.lines if line.strip()]
         return shown[next(i for i, line in enumerate(shown) if line.startswith(f"> {asked}")) + 1 :]
 
+    words = [*BUNDLED, "--max-new-tokens", 400, "--temperature", 4]  # so hot that no answer ends soon
     with TerminalOf("chat", *words, width=60) as terminal:
-        terminal.wait_for("/help lists the commands", "draft on (depth", "F2: off")
+        terminal.wait_for("/help lists the commands", "Tokens that the draft proposed at depth 1 2 3 4+")
         wait_for_prompt(terminal)
         terminal.type(f"{asked}\r")
         terminal.wait(lambda: f"> {asked}" in terminal.text and len(answer()) > 2)
         terminal.type("\x03")
         terminal.wait_for("· stopped")
         wait_for_prompt(terminal)
-        assert re.search(r"^τ \d.* tokens/s · \d+ tokens", terminal.text, re.M)
-        terminal.type("\x1bOQ")
-        terminal.wait_for("draft off, F2: on")
-        terminal.type("/max-new-tokens 20\r")
-        terminal.wait_for("at most 20 tokens")
+        assert re.search(r"^τ \d.* tokens/s · draft on · \d+ tokens", terminal.text, re.M)
+        terminal.type("/draft off\r")
+        terminal.wait_for("decoded without the draft")
         wait_for_prompt(terminal)
         terminal.type("\x1b[A\x1b[A\r")  # the first text again
-        compared = r"^[\d,.]+ tokens/s \([\d,.]+ with\) · 20 tokens · token limit"
-        terminal.wait(lambda: re.search(compared, terminal.text, re.M))
-        wait_for_prompt(terminal)
-        terminal.type("a\x1b\rb")  # two lines
-        terminal.wait(lambda: re.search(r"^> a\n  b", terminal.text, re.M))
+        terminal.wait(lambda: terminal.text.count(f"> {asked}") == 2 and len(answer()) > 12)
         terminal.type("\x03")
-        terminal.wait(lambda: terminal.screen.display[terminal.screen.cursor.y].strip() == ">")
-        terminal.type("\x1bOQ")
-        terminal.wait_for("draft on")
+        terminal.wait(lambda: re.search(r"^[\d,.]+ tokens/s · draft off · \d+ tokens · stopped", terminal.text, re.M))
         wait_for_prompt(terminal)
-        terminal.type("/reset\r")
-        terminal.wait_for("a new conversation")
+        terminal.type("\x1b[200~a\rb\x1b[201~")  # two lines that are pasted
+        terminal.wait(lambda: re.search(r"^> a\nb", terminal.text, re.M))
+        terminal.type("\x03")
         wait_for_prompt(terminal)
-        terminal.type("/temperature 0\r")
-        terminal.wait_for("temperature 0 ·")
+        terminal.type("\x04")
+        assert terminal.wait_for_end() == 0
+
+
+def test_an_answer_is_tinted_by_who_proposed_it():
+    with TerminalOf("chat", *BUNDLED, width=60) as terminal:
         wait_for_prompt(terminal)
         terminal.type("What is 12 + 13?\r")
         terminal.wait(lambda: re.search(r"^> What is 12 \+ 13\?\n(.*\n)+τ \d", terminal.text, re.M))
         start = next(i for i, line in enumerate(terminal.lines) if line.startswith("> What is 12"))
         tints = {tint.removeprefix("#") for tint in TINTS}
-        assert any(tints & terminal.colours(line) for line in terminal.lines[start:]), "tinted by who proposed it"
+        assert any(tints & terminal.colours(line) for line in terminal.lines[start:])
         wait_for_prompt(terminal)
-        terminal.type("\x04")
+        terminal.type("Tell me a story about a cat.\r")
+        terminal.wait(lambda: re.search(r"^> Tell me a story about a cat\.\n\S", terminal.text, re.M))
+        terminal.type("/reset\r/exit\r")  # the next input lines get what is typed during an answer
+        terminal.wait_for("> /reset\na new conversation\n> /exit")
+        assert terminal.text.count("/reset") == 1, "not shown within the answer"
         assert terminal.wait_for_end() == 0
-        assert terminal.text.count(asked) >= 2
-
-
-def test_the_bar_of_a_narrow_terminal_shows_whole_parts(monkeypatch):
-    session = session_of(max_position_embeddings=2048)
-    monkeypatch.setattr(Session, "tokens", 1130)
-    monkeypatch.setattr(Session, "longest", 2048)
-    with create_app_session(input=DummyInput(), output=DummyOutput()):
-        screen = Terminal(session)
-
-    def bar(columns: int) -> str:
-        monkeypatch.setattr(screen._line.output, "get_size", lambda: Size(rows=24, columns=columns))
-        return screen._bar()
-
-    rest = "temperature 0 · 1,130/2,048 tokens"
-    assert bar(80) == f"draft on (depth 5), F2: off · {rest}"
-    assert bar(60) == f"draft on, F2: off · {rest}"
-    assert bar(40) == rest
 
 
 def test_without_colours_and_with_hostile_text(made, tmp_path):
@@ -393,26 +300,18 @@ def test_without_colours_and_with_hostile_text(made, tmp_path):
         assert terminal.wait_for_end() == 0
 
 
-def test_rows_are_json(tmp_path):
-    conversation = Conversation(system="é", exchanges=[Exchange("a\nb", said("c"))])
-    assert save(conversation, tmp_path / "a.jsonl") == 1
-    assert json.loads((tmp_path / "a.jsonl").read_text())["messages"][0] == {"role": "system", "content": "é"}
-
-
 def test_answers_keep_their_special_tokens(tmp_path, fledge, monkeypatch):
-    """The next prompt and the saved row have them, of chats and of continued texts."""
-    target, file = scripted_target_directory(tmp_path, CHANNEL, IN_CHANNEL, CHANNEL_TOKENS), tmp_path / "chats.jsonl"
-    seen, fit = [], Conversation.fit
-    monkeypatch.setattr(Conversation, "fit", lambda *args: seen.append(fit(*args)) or seen[-1])
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"Which bird?\nAnd that?\n/save {file}\n"))
+    """The next prompt has them."""
+    target = scripted_target_directory(tmp_path, CHANNEL, IN_CHANNEL, CHANNEL_TOKENS)
+    seen, fit = [], Session._fit
+    monkeypatch.setattr(Session, "_fit", lambda *args: seen.append(fit(*args)) or seen[-1])
+    monkeypatch.setattr("sys.stdin", io.StringIO("Which bird?\nAnd that?\n"))
     went = fledge("chat", "--target", target, "--max-new-tokens", 24)
     assert went.code == 0 and "does not render" not in went.err, went.err
-    assert json.loads(file.read_text())["messages"][1::2] == [said("A heron.")] * 2
-    text = AutoTokenizer.from_pretrained(target).decode(seen[1])
+    messages, ids = seen[1]
+    assert messages[1] == said("A heron.")
+    text = AutoTokenizer.from_pretrained(target).decode(ids)
     assert "<|im_start|>assistant<|channel|>final<|message|>A heron.<|im_end|>" in text
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"a<|im_start|>assistant\n/save {file}2\n"))
-    went = fledge("chat", "--target", target, "--raw", "--max-new-tokens", 24)
-    assert went.code == 0 and json.loads((tmp_path / "chats.jsonl2").read_text())["completion"] == IN_CHANNEL[:-10]
 
 
 def test_an_answer_that_the_template_rewrites_is_said(tmp_path, fledge, monkeypatch):

@@ -2,8 +2,8 @@
 
     python docs/pictures/record_chat.py
 
-It types a question, lets the assistant answer it with the draft, switches the draft off by F2, and asks again. The
-frames of the picture are what the terminal showed, with the figures of this machine.
+It types a question, lets the assistant answer it with the draft, switches the draft off, and asks again. The frames
+of the picture are what the terminal showed, with the figures of this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from support.terminal import TerminalOf  # noqa: E402
 WIDTH, HEIGHT = 72, 26
 FRAMES = 8  # while an answer is written
 HOLD, STEP = 3.0, 0.35  # seconds that a finished answer and another frame are shown
-BAR = "#8a8a8a"  # colour of the bar at the bottom, which is reversed on a terminal
 ASKED = "Please multiply 27 by 6."
 
 
@@ -39,8 +38,8 @@ def frame_of(terminal: TerminalOf) -> Text:
         cells = [shown.buffer[y][x] for x in range(shown.columns)]
         while cells and cells[-1].data == " ":
             cells.pop()
-        for (fg, reverse), run in itertools.groupby(cells, lambda cell: (cell.fg, cell.reverse)):
-            colour = BAR if reverse else f"#{fg}" if re.fullmatch("[0-9a-f]{6}", fg) else None
+        for fg, run in itertools.groupby(cells, lambda cell: cell.fg):
+            colour = f"#{fg}" if re.fullmatch("[0-9a-f]{6}", fg) else None
             text.append("".join(cell.data for cell in run), Style(color=colour))
         text.append("\n")
     return text
@@ -52,33 +51,32 @@ def record() -> list[tuple[Text, float]]:
     words = ["chat", "--target", "fledge/demo/target", "--draft", "fledge/demo/draft"]
     with TerminalOf(*words, width=WIDTH, height=HEIGHT) as terminal:
 
-        def bar() -> bool:
-            """Whether the input line is there, with the bar below it."""
-            return "F2: o" in ([line for line in terminal.screen.display if line.strip()] or [""])[-1]
+        def line() -> str:
+            """The line of the cursor."""
+            return terminal.screen.display[terminal.screen.cursor.y].strip()
 
-        def answer(text: str) -> None:
+        def send(text: str, seconds: float) -> None:
+            """Types a text, and shows for some seconds what it leads to."""
             terminal.type(text)
-            terminal.wait(lambda: f"> {text}" in terminal.text and bar())
+            terminal.wait(lambda: line() == f"> {text}")
             frames.append((frame_of(terminal), 2 * STEP))
             terminal.type("\r")
-            terminal.wait(lambda: not bar())
             moments: list[Text] = []
 
             def done() -> bool:
                 moments.append(frame_of(terminal))
-                return bar()
+                return line() == ">"
 
             terminal.wait(done)
             frames.extend((moment, STEP) for moment in moments[:-1][:: max(1, len(moments) // FRAMES)])
-            frames.append((frame_of(terminal), HOLD))
+            frames.append((frame_of(terminal), seconds))
 
-        terminal.wait(bar)
+        terminal.wait(lambda: line() == ">")
         frames.append((frame_of(terminal), 2 * STEP))
-        answer(ASKED)
-        terminal.type("\x1bOQ")  # F2
-        terminal.wait(lambda: "draft off" in terminal.text)
-        frames.append((frame_of(terminal), HOLD / 2))
-        answer("/retry")
+        send(ASKED, HOLD)
+        send("/draft off", STEP)
+        send("/reset", STEP)
+        send(ASKED, HOLD)
         terminal.type("\x04")
         terminal.wait_for_end()
     return frames

@@ -10,11 +10,17 @@ from fledge.jobs.display import held_warnings
 from fledge.jobs.options import DecodeOptions, opt
 
 if TYPE_CHECKING:
-    from fledge.jobs.chatting.screen import Screen
+    from fledge.jobs.chatting.screen import Pipes, Terminal
     from fledge.jobs.chatting.session import Session
 
 RAW = "This model has no chat template: it continues each text that you type, on its own."
 RAW_BY_OPTION = "It continues each text that you type, on its own, without the chat template."
+HELP = """\
+/draft on, /draft off: decode with the draft or without it
+/reset: begin a new conversation
+/help: list the commands
+/exit: leave (or Ctrl-D)
+Ctrl-C stops an answer, and keeps what there is of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +50,17 @@ def run(options: ChatOptions, progress: Any) -> None:
     if not terminal:
         converse(session, Pipes(progress.say))
         return
-    screen = Terminal(session)
-    screen.open(_opening(options, session))
+    screen = Terminal()
+    models = options.target + (f" with the draft {options.draft}" if options.draft else ", without a draft")
+    raw = f"\n{RAW_BY_OPTION if options.raw else RAW}" if session.raw else ""
+    screen.open(models + raw, session.has_draft)
     converse(session, screen)
 
 
 def open_session(options: ChatOptions, progress: Any) -> Session:
     """Loads the models. Raises ValueError if the options do not fit the target."""
     from fledge.decode.prepare import TOKENS
-    from fledge.jobs.chatting.conversation import Conversation
-    from fledge.jobs.chatting.session import Session, Settings
+    from fledge.jobs.chatting.session import Session
     from fledge.jobs.prepare import prepare_rounds
 
     sampling = options.sampling()
@@ -62,47 +69,39 @@ def open_session(options: ChatOptions, progress: Any) -> Session:
     if raw and (options.system or options.template_kwargs):
         flag = "--system" if options.system else "--template-kwargs"
         raise ValueError(f"{options.target} has no chat template; leave {flag} out")
-    session = Session(engine, Conversation(raw), Settings(sampling, options.max_new_tokens))
-    if options.system:
-        session.set_system(options.system)
+    session = Session(engine, sampling, options.max_new_tokens, system=options.system, raw=raw)
     arms = [(engine, drafts) for drafts in ((True, False) if options.draft else (False,))]
     prepare_rounds(arms, progress, batch=1, tokens=TOKENS, sampling=sampling)
     return session
 
 
-def converse(session: Session, screen: Screen) -> None:
+def converse(session: Session, screen: Pipes | Terminal) -> None:
     """Answers texts and executes commands until the user leaves."""
-    from fledge.jobs.chatting.commands import execute, is_command, text_of
-
-    while (line := screen.ask()) is not None:
+    while (line := screen.ask()) is not None and line.rstrip() != "/exit":
         try:
-            if not is_command(line):
-                _reply(session, screen, text_of(line))
+            if line.startswith("/"):
+                screen.say(execute(session, line))
                 continue
-            outcome = execute(session, line)
-            if outcome.ends:
-                return
-            if outcome.said:
-                screen.say(outcome.said)
-            if outcome.retries:
-                with session.retrying() as asked:
-                    _reply(session, screen, asked)
-        except BrokenPipeError:
-            raise
-        except (ValueError, OSError) as e:
+            with held_warnings(), screen.answering() as stopped:
+                answer = session.answer(line, screen.show, stopped, screen.say)
+            screen.say(f"{answer.summary}\n")
+        except ValueError as e:
             screen.fail(e)
 
 
-def _reply(session: Session, screen: Screen, asked: str) -> None:
-    from fledge.jobs.chatting.session import summary
-
-    with held_warnings(), screen.answering(session.opens_thinking(asked)) as stopped:
-        answer = session.answer(asked, screen.show, stopped, screen.say)
-    screen.summarize(summary(answer, session.speeds.get(not answer.drafted)))
-
-
-def _opening(options: ChatOptions, session: Session) -> str:
-    models = options.target + (f" with the draft {options.draft}" if options.draft else ", without a draft")
-    if not session.conversation.raw:
-        return models
-    return f"{models}\n{RAW_BY_OPTION if options.raw else RAW}"
+def execute(session: Session, line: str) -> str:
+    """Executes a command, a line that begins with a slash, and returns the message to show. Raises ValueError for an
+    unknown command, and for /draft without a draft."""
+    match line.split():
+        case ["/draft", "on" | "off" as state]:
+            session.switch_draft(state == "on")
+            return f"the next answers are decoded {'with' if state == 'on' else 'without'} the draft"
+        case ["/reset"]:
+            session.reset()
+            return "a new conversation"
+        case ["/help"]:
+            return HELP
+    raise ValueError(
+        f"{line:.40} is no command; there are /draft on, /draft off, /reset, /help and /exit. To send a text that "
+        "begins with /, put a space before it"
+    )

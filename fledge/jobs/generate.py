@@ -92,13 +92,13 @@ def _show_tinted(engine: Engine, stream: Iterator[str], done: Completion, stop: 
     from rich.console import Console
 
     from fledge.decode.proposers import AttributedText
-    from fledge.jobs.chatting.tints import TintedText
+    from fledge.jobs.chatting.tints import write_tinted
 
     text = AttributedText(engine.target.tokenizer, engine.target.stop_ids, stop)
-    shown = TintedText(Console(highlight=False, markup=False, emoji=False))
+    console = Console(highlight=False, markup=False, emoji=False)
     for _ in stream:
-        shown.write(text.take(done))
-    shown.write([*text.take(done), *text.finish()])
+        write_tinted(console, text.take(done))
+    write_tinted(console, [*text.take(done), *text.finish()])
 
 
 def _prompt(options: GenerateOptions, text: str, chats: bool) -> Any:

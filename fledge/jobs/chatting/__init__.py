@@ -1,1 +1,1 @@
-"""Parts of `fledge chat`: the conversation, its session with an engine, the commands and the screen."""
+"""Parts of `fledge chat`: the session with an engine, the screen, and the tints."""

@@ -1,15 +1,14 @@
-"""A session: a conversation, the engine that answers in it, and the settings of the next answer."""
+"""A conversation with the target, and the answers in it, decoded with the draft or without."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.jobs.chatting.conversation import Conversation, Exchange, Prompt
 from fledge.jobs.chatting.tints import Pieces
+from fledge.jobs.options import default_new_tokens
 from fledge.types import Sampling
 
 if TYPE_CHECKING:
@@ -20,121 +19,66 @@ ROOM = 4  # an answer gets at least this part of the context (a quarter), unless
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the next answer is decoded. `max_new_tokens` None: 512, or half of the context if that is less."""
-
-    sampling: Sampling
-    max_new_tokens: int | None = None
-    drafts: bool = True
-
-
-@dataclass(frozen=True)
 class Answer:
-    """An answer and what it took. `seconds` are those of the engine, prompt included, without what it took to show the
-    text. `drafted`: whether it was decoded with the draft. `tau` is None without rounds of drafting."""
+    """An answer and its cost. `seconds` are those of the engine, prompt included, without the time to show the text.
+    `drafted`: whether it was decoded with the draft; None: there is no draft. `tau` is None without rounds of drafting.
+    `ended`: why it ended."""
 
-    text: str
     tokens: int
     seconds: float
-    drafted: bool
+    drafted: bool | None
     tau: float | None
     ended: str
 
     @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def summary(self) -> str:
+        """The line below an answer. It fits 60 columns as long as the numbers are small."""
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        parts = [
+            f"τ {self.tau:.2f}" if self.tau is not None else "",
+            f"{speed:,.{0 if speed >= 10 else 1}f} tokens/s",
+            "" if self.drafted is None else f"draft {'on' if self.drafted else 'off'}",
+            f"{self.tokens:,} token{'s' * (self.tokens != 1)}",
+            self.ended,
+        ]
+        return " · ".join(filter(None, parts))
 
 
 class Session:
-    """Answers in a conversation. `speeds` are those of the last answers with (True) and without the draft (False)."""
+    """A conversation and the engine that answers in it.
 
-    def __init__(self, engine: Engine, conversation: Conversation, settings: Settings):
-        self.engine, self.conversation, self.settings = engine, conversation, settings
-        self.speeds: dict[bool, float] = {}
+    `messages`: what the model sees of the conversation, the system prompt first. With `raw`, it has none, and each text
+    is continued on its own without the chat template. `drafts`: whether the next answer is decoded with the draft.
+    `new_tokens`: the most tokens of an answer. `longest`: the most tokens of a prompt and its answer together.
 
-    @property
-    def tokens(self) -> int:
-        """The tokens of the conversation, as the model saw it last."""
-        exchanges = self.conversation.exchanges
-        return exchanges[-1].tokens if exchanges else 0
+    Raises ValueError if the chat template does not take the system prompt.
+    """
 
-    @property
-    def has_draft(self) -> bool:
-        return self.engine.draft is not None
+    def __init__(
+        self, engine: Engine, sampling: Sampling, max_new_tokens: int | None = None, *, system: str | None = None,
+        raw: bool = False,
+    ):  # fmt: skip
+        self.engine, self.sampling, self.raw = engine, sampling, raw
+        self.has_draft = self.drafts = engine.draft is not None
+        drafted = 0 if engine.target.rotary or not self.has_draft else engine.drafting.deepest
+        self.longest = engine.target.context - drafted
+        self.new_tokens = max_new_tokens or default_new_tokens(NEW_TOKENS, self.longest)
+        self._system = [{"role": "system", "content": system}] if system else []
+        if system:
+            asked = [*self._system, {"role": "user", "content": "a"}]
+            engine.template.prompt_ids(asked, where="a chat with this system prompt")
+        self.reset()
 
-    @property
-    def drafts(self) -> bool:
-        """Whether the next answer is decoded with the draft."""
-        return self.has_draft and self.settings.drafts
+    def reset(self) -> None:
+        """Begins a new conversation; the system prompt stays."""
+        self.messages: list[dict[str, Any]] = [*self._system]
+        self._answers = 0
 
-    @property
-    def depth(self) -> Any:
-        """The depth of drafting: a number, or "auto"."""
-        return self.engine.drafting.depth
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a prompt and its answer together, with the draft on or off."""
-        target = self.engine.target
-        drafted = 0 if target.rotary or not self.has_draft else self.engine.drafting.deepest
-        return target.context - drafted
-
-    @property
-    def new_tokens(self) -> int:
-        """The most tokens of an answer, if the context has room for them."""
-        return self.settings.max_new_tokens or max(1, min(NEW_TOKENS, self.longest // 2))
-
-    def toggle_draft(self, on: bool | None = None) -> bool:
-        """Switches the draft on or off, or to the other. Returns whether it is on. Raises ValueError without one."""
+    def switch_draft(self, on: bool) -> None:
+        """Decodes the next answers with the draft or without it. Raises ValueError if there is none."""
         if not self.has_draft:
             raise ValueError("there is no draft; start fledge chat with --draft")
-        self.settings = replace(self.settings, drafts=not self.settings.drafts if on is None else on)
-        return self.settings.drafts
-
-    def set_sampling(self, **fields: Any) -> None:
-        """Changes fields of `Sampling`. Raises ValueError if one is out of range."""
-        sampling = replace(self.settings.sampling, **fields)
-        if self.has_draft:
-            self.engine.drafting.check_sampling(sampling)
-        self.settings = replace(self.settings, sampling=sampling)
-
-    def set_max_new_tokens(self, n: int) -> None:
-        if n < 1:
-            raise ValueError("an answer has at least one token")
-        self.settings = replace(self.settings, max_new_tokens=n)
-
-    def set_depth(self, depth: int | str) -> None:
-        """Drafts so many tokens a round from now on. Raises ValueError without a draft, and for depths that it does not
-        have."""
-        from fledge.decode.engine import Engine
-
-        if not self.has_draft:
-            raise ValueError("there is no draft; start fledge chat with --draft")
-        old = self.engine
-        drafting = {f.name: getattr(old.drafting, f.name) for f in fields(old.drafting)} | {"depth": depth}
-        self.engine = Engine(old.target, old.draft, template_kwargs=old.template.kwargs, **drafting)
-
-    def set_system(self, system: str | None) -> None:
-        """Replaces the system prompt. Raises ValueError if the chat template does not take it."""
-        if self.conversation.raw:
-            raise ValueError("a system prompt needs a chat template, which is not used here")
-        changed = replace(self.conversation, system=system, dropped=0)
-        self.engine.template.prompt_ids(changed.prompt("a"), where="a chat with this system prompt")
-        self.conversation = changed
-
-    @contextmanager
-    def retrying(self) -> Iterator[str]:
-        """Context manager: takes the last exchange out, to answer its text again, and yields the text. The conversation
-        is as before if that fails. Raises ValueError if there is none."""
-        dropped = self.conversation.dropped
-        exchange = self.conversation.undo()
-        try:
-            yield exchange.asked
-        except BaseException:
-            self.conversation.exchanges.append(exchange)
-            self.conversation.dropped = dropped
-            raise
+        self.drafts = on
 
     def answer(
         self, asked: str, show: Callable[[Pieces], None], stopped: Callable[[], bool], say: Callable[[str], None]
@@ -145,100 +89,59 @@ class Session:
         gets a message if the conversation does not fit the context any more. Raises ValueError, and leaves the
         conversation as it was, if the text alone does not fit, or the template refuses it.
         """
+        from fledge.data.answering import history_message
         from fledge.decode.proposers import AttributedText
         from fledge.decode.request import Completion
         from fledge.eval.metrics import tau
 
-        ids = self._fit(asked, say)
+        prompt, ids = self._fit(asked, say)
         limit = min(self.new_tokens, self.longest - len(ids))
         done, target = Completion(), self.engine.target
-        shown: Pieces = []
         text = AttributedText(target.tokenizer, target.stop_ids)
         stream = self.engine.stream(
-            ids, max_new_tokens=limit, sampling=self.settings.sampling, speculate=self.drafts,
-            request=len(self.conversation.exchanges), into=done,
-        )  # fmt: skip
-
-        def give(pieces: Pieces) -> None:
-            shown.extend(pieces)
-            show(pieces)
-
+            ids, max_new_tokens=limit, sampling=self.sampling, speculate=self.drafts, request=self._answers, into=done
+        )
         seconds, ended, cut = 0.0, False, False
         while not ended and not cut:
             began = time.perf_counter()
             ended = next(stream, None) is None
             seconds += time.perf_counter() - began
-            give(text.take(done))
+            show(text.take(done))
             cut = not ended and stopped()
         stream.close()
-        give(text.finish())
-        answer = Answer(
-            "".join(piece for piece, _ in shown), len(done.tokens), seconds, self.drafts,
-            tau([done.trace]) if done.trace.rounds else None, self._why(done.finish, cut, limit),
-        )  # fmt: skip
-        self.speeds[self.drafts] = answer.speed
-        message = self._message(self.conversation.prompt(asked), ids, done.tokens)
-        self.conversation.exchanges.append(Exchange(asked, message, len(ids) + len(done.tokens)))
-        return answer
+        show(text.finish())
+        if not self.raw:
+            self.messages = [*prompt, history_message(self.engine.template, prompt, ids, done.tokens)]
+        self._answers += 1
+        by_tokens = "token limit" if limit == self.new_tokens else "context full"
+        return Answer(
+            len(done.tokens),
+            seconds,
+            self.drafts if self.has_draft else None,
+            tau([done.trace]) if done.trace.rounds else None,
+            "stopped" if cut else "complete" if done.finish == "stop" else by_tokens,
+        )
 
-    def _message(self, prompt: Prompt, ids: list[int], generated: list[int]) -> dict[str, Any]:
-        """An answer as a message of the conversation, special tokens included."""
-        from fledge.data.answering import answer_text, history_message
-
-        template = self.engine.template
-        if isinstance(prompt, str):
-            return {"role": "assistant", "content": answer_text(template, ids, generated)}
-        return history_message(template, prompt, ids, generated)
-
-    def opens_thinking(self, asked: str) -> bool:
-        """Whether the template's prompt for an answer opens a thinking block, which the answer then begins in."""
-        if self.conversation.raw:
-            return False
-        return self.engine.template.render(self.conversation.prompt(asked), prompt=True).rstrip().endswith("<think>")
-
-    def _fit(self, asked: str, say: Callable[[str], None]) -> list[int]:
-        """The token ids of the prompt. Says what was dropped to fit the context, if it was not said before."""
+    def _fit(self, asked: str, say: Callable[[str], None]) -> tuple[Any, list[int]]:
+        """The prompt for a text, and its token ids. Leaves out as many of the first messages as needed to fit."""
         try:
             asked.encode()
         except UnicodeEncodeError as e:  # Python decodes invalid bytes of standard input as lone surrogates
             raise ValueError("this text is not UTF-8; convert it to UTF-8") from e
-        before = self.conversation.dropped
-        room = min(self.new_tokens, max(1, self.longest // ROOM))
-        ids = self.conversation.fit(asked, self._tokens_of, self.longest - room)
-        if (now := self.conversation.dropped) > before:
-            what = "the first exchange" if now == 1 else f"the first {now} exchanges"
+        messages = [*self.messages, {"role": "user", "content": asked}]
+        prompt: Any = asked if self.raw else messages
+        room = self.longest - min(self.new_tokens, max(1, self.longest // ROOM))
+        first, before = len(self._system), len(messages)
+        while len(ids := self.engine.template.prompt_ids(prompt, where="the conversation")) > room:
+            if len(messages) == first + 1:
+                raise ValueError(
+                    f"this text has {len(ids):,} tokens as a prompt, but the target's context has room for {room:,} "
+                    "before an answer; it was not sent. Shorten it"
+                )
+            del messages[first : first + 2]
+        if dropped := before - len(messages):
             say(
-                f"the conversation no longer fits the context of {self.longest:,} tokens: the model does not see "
-                f"{what} any more (/reset begins anew)"
+                f"the conversation no longer fits the context of {self.longest:,} tokens: its first {dropped} messages "
+                "were dropped (/reset begins anew)"
             )
-        return ids
-
-    def _tokens_of(self, prompt: Prompt) -> list[int]:
-        return self.engine.template.prompt_ids(prompt, where="the conversation")
-
-    def _why(self, finish: str, cut: bool, limit: int) -> str:
-        """Why an answer ended."""
-        if cut:
-            return "stopped"
-        if finish == "stop":
-            return "complete"
-        return "token limit" if limit == self.new_tokens else "context full"
-
-
-def summary(answer: Answer, other: float | None) -> str:
-    """The line below an answer: τ, speed, tokens, and why it ended. `other` is the speed of the last answer decoded the
-    other way, with or without the draft, if there was one. It fits 60 columns as long as the numbers are small."""
-    tau = f"τ {answer.tau:.2f} · " if answer.tau is not None else ""
-    way = "without" if answer.drafted else "with"
-    compared = f" ({_amount(other)} {way})" if other is not None else ""
-    tokens = f"{answer.tokens:,} token{'s' * (answer.tokens != 1)}"
-    return f"{tau}{_amount(answer.speed)} tokens/s{compared} · {tokens} · {answer.ended}"
-
-
-def exact(x: float) -> str:
-    """A number with all its digits, e.g. 0.7, 1 and 12345678."""
-    return str(x).removesuffix(".0")
-
-
-def _amount(speed: float) -> str:
-    return f"{speed:,.0f}" if speed >= 10 else f"{speed:.1f}"
+        return prompt, ids

@@ -11,29 +11,17 @@ from fledge.jobs.display import escaped
 # colours of drafted tokens by depth, the last one for all that are deeper; each has a contrast of at least 3.5 with
 # black and with white
 TINTS = ("#00875f", "#0087af", "#5f5fff", "#af5fd7")
-THINK, END_THINK = "<think>", "</think>"
+STYLES = (Style(), *(Style(color=tint) for tint in TINTS))
 
 Pieces = list[tuple[str, int]]  # of a text, each with its proposer (fledge.decode.proposers)
 
 
-class TintedText:
-    """Writes an answer to a terminal. What the model writes between <think> and </think> is dimmed; with `thinking`,
-    the answer begins within such a block."""
-
-    def __init__(self, console: Console, thinking: bool = False):
-        self._console, self._thinking = console, thinking
-        self._styles = [Style(), *(Style(color=tint) for tint in TINTS)]
-
-    def write(self, pieces: Pieces) -> None:
-        for text, proposer in pieces:
-            self._thinking = self._thinking or THINK in text
-            style = self._styles[min(proposer, len(TINTS))]
-            self._console.out(
-                escaped(text, keep="\n\t"), style=style + Style(dim=True) if self._thinking else style, highlight=False,
-                end="",
-            )  # fmt: skip
-            self._thinking = self._thinking and END_THINK not in text
-        self._console.file.flush()
+def write_tinted(console: Console, pieces: Pieces) -> None:
+    """Writes pieces of an answer, in the colours of their proposers. Control characters are escaped."""
+    for text, proposer in pieces:
+        style = STYLES[min(proposer, len(TINTS))]
+        console.out(escaped(text, keep="\n\t"), style=style, highlight=False, end="")
+    console.file.flush()
 
 
 def legend() -> Text:
