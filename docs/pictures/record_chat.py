@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.terminal import TerminalOf  # noqa: E402
 
 WIDTH, HEIGHT = 72, 26
-FRAMES = 8  # while an answer is written
+FRAMES = 8  # at most, while an answer is written
 HOLD, STEP = 3.0, 0.35  # seconds that a finished answer and another frame are shown
 ASKED = "Please multiply 27 by 6."
 
@@ -68,7 +68,7 @@ def record() -> list[tuple[Text, float]]:
                 return line() == ">"
 
             terminal.wait(done)
-            frames.extend((moment, STEP) for moment in moments[:-1][:: max(1, len(moments) // FRAMES)])
+            frames.extend((moment, STEP) for moment in moments[:-1][:: -(-len(moments) // FRAMES)])
             frames.append((frame_of(terminal), seconds))
 
         terminal.wait(lambda: line() == ">")
