@@ -23,7 +23,6 @@ import typer
 import typer.core
 
 from fledge import __version__
-from fledge.jobs.card import CardOptions
 from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.demo import DemoOptions
@@ -306,13 +305,6 @@ def report(options: ReportOptions) -> None:
 @_command("export", ExportOptions)
 def export(options: ExportOptions) -> None:
     from fledge.jobs.export import run
-
-    run(options, ResultPrinter().print)
-
-
-@_command("card", CardOptions)
-def card(options: CardOptions) -> None:
-    from fledge.jobs.card import run
 
     run(options, ResultPrinter().print)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import fledge as package
-from fledge.jobs.card import CardOptions
 from fledge.jobs.chat import ChatOptions
 from fledge.jobs.check import CheckOptions
 from fledge.jobs.demo import DemoOptions
@@ -30,7 +29,7 @@ from fledge.types import Sampling
 OPTIONS: dict[str, type[Options]] = {
     "train": TrainOptions, "generate": GenerateOptions, "eval": EvalOptions, "regenerate": RegenerateOptions,
     "inspect": InspectOptions, "features": FeaturesOptions, "serve": ServeOptions, "export": ExportOptions,
-    "check": CheckOptions, "card": CardOptions, "push": PushOptions, "chat": ChatOptions, "demo": DemoOptions,
+    "check": CheckOptions, "push": PushOptions, "chat": ChatOptions, "demo": DemoOptions,
     "report": ReportOptions,
 }  # fmt: skip
 SOME = {
@@ -130,6 +129,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
     **{f"jobs/chatting/{file.name}": ("chat",) for file in (ROOT / "jobs" / "chatting").iterdir()},
     "jobs/answers_file.py": ("regenerate",),
+    "jobs/card.py": ("push",),
     "engines/export.py": ("export",),
     "jobs/regenerate_endpoint.py": ("regenerate",),
     "jobs/evaluate_endpoint.py": ("eval",),
@@ -148,7 +148,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
     # the others load no target
-    "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "card", "push", "report")),
+    "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "push", "report")),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
     **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }

@@ -9,8 +9,9 @@ from fnmatch import fnmatch
 import pytest
 from huggingface_hub import constants
 
+from fledge.eval.environment import environment
 from fledge.hub import DRAFT_FILES
-from fledge.jobs.model_card import DRAFT, is_unedited
+from fledge.jobs.card import END, START
 from support.drafts_on_disk import saved
 from support.files import reconfigure
 from support.hub import Repository, serving, stand_in
@@ -48,7 +49,7 @@ def test_the_files_of_a_draft_travel_and_no_others(hub, push, draft):
     assert hub.repositories["bird/draft"].messages == ["first"] and hub.sent == 1
     assert all(hub.files()[name] == (draft / name).read_bytes() for name in (CONFIG, WEIGHTS))
     card = hub.files()[CARD].decode()
-    assert "bird/draft" in card and DRAFT not in card and is_unedited(card)
+    assert "fledge generate --target TARGET --draft bird/draft" in card
     assert {p: p.read_bytes() for p in draft.rglob("*") if p.is_file()} == before, "the draft itself is not changed"
 
 
@@ -75,17 +76,38 @@ def test_what_others_change_during_an_upload_is_not_overwritten(hub, push, draft
     there = hub.files(branch=branch)[CONFIG]
     hub.meanwhile = {CARD: b"# Theirs\n"}
     refused = push(*words)
-    assert refused.code == 2 and "bird/draft was changed during the upload" in refused.err, refused.err
+    assert refused.code == 2 and "somebody changed the repository meanwhile" in refused.err, refused.err
     assert hub.files(branch=branch)[CARD] == b"# Theirs\n" and hub.files(branch=branch)[CONFIG] == there
     again = push(*words)
     assert again.code == 0 and "--replace-card" in again.err and hub.files(branch=branch)[CARD] == b"# Theirs\n"
     assert hub.files(branch=branch)[CONFIG] != there
 
 
-def test_cards_that_people_edited_are_kept(hub, push, draft):
+def test_what_people_wrote_in_a_card_is_kept(hub, push, draft):
+    assert push("--draft", draft, "bird/draft").code == 0
+    generated = hub.files()[CARD].decode()
+    edited = "---\nlicense: mit\n---\nMy draft.\n" + generated[generated.index(START) :] + "\nAsk me.\n"
+    hub.files()[CARD] = edited.encode()
+    reconfigure(draft, rope_theta=5000.0, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    eval_json = draft.parent / "eval.json"
+    record = {"tau": 2.5, "alpha": [0.8], "prompts": 80, "environment": environment("cpu", "float32")}
+    eval_json.write_text(json.dumps(record))
+    kept = push("--draft", draft, "bird/draft", "--eval", eval_json)
+    assert kept.code == 0 and "--replace-card" in kept.err, kept.err
+    there = hub.files()[CARD].decode()
+    assert there.startswith("---\nlicense: mit\n---\nMy draft.\n") and there.endswith(f"{END}\n\nAsk me.\n")
+    assert "| 2.50 | 0.80 |" in there and "| 2.50 | 0.80 |" in (draft / CARD).read_text()
+    again = push("--draft", draft, "bird/draft", "--replace-card")
+    assert again.code == 0 and "license" not in hub.files()[CARD].decode(), "the measurements are in the draft's card"
+    assert "| 2.50 | 0.80 |" in hub.files()[CARD].decode()
+    later = push("--draft", draft, "bird/draft")
+    assert later.code == 0 and "--replace-card" not in later.err, "nobody wrote in it since"
+
+
+def test_cards_of_people_alone_are_kept(hub, push, draft):
     (draft / CARD).write_text("# Mine\n")
     assert push("--draft", draft, "bird/draft").code == 0
-    assert hub.files()[CARD] == b"# Mine\n", "an edited card is uploaded as it is"
+    assert hub.files()[CARD] == b"# Mine\n", "a card without a generated part is uploaded as it is"
     hub.files()[CARD] = b"---\nlicense: mit\n---\n# Edited on the hub\n"
     kept = push("--draft", draft, "bird/draft")
     assert kept.code == 0 and "--replace-card" in kept.err
@@ -131,8 +153,8 @@ def test_an_upload_that_failed_is_continued(hub, push, draft, monkeypatch, statu
     ("token", "repository", "said"),
     [
         ("", "bird/draft", "there is no login for the hub; log in with `hf auth login`"),
-        ("hf_old", "bird/draft", "the hub does not accept the login"),
-        ("hf_good", "other/draft", "no permission to write to other/draft"),
+        ("hf_old", "bird/draft", "log in with `hf auth login`"),
+        ("hf_good", "other/draft", "check the owner's name with `hf auth whoami`"),
         ("hf_good", "datasets/bird/draft", "write owner/name"),
     ],
 )

@@ -690,7 +690,7 @@ def test_a_stopped_run_names_its_draft_so_far(tmp_path, fledge, monkeypatch):
         (["generate", *pair], ["--prompt", "the bird", *short]), (["chat", *pair], ["--device", "cpu"]),
         (["eval", *pair], ["--prompts", prompts, *short]), (["inspect"], []),
         (["export", "--to", "vllm", "--draft"], ["--out", tmp_path / "exported"]),
-        (["card", "--draft"], []), ([*train, "--out", tmp_path / "other", "--init-from"], []),
+        ([*train, "--out", tmp_path / "other", "--init-from"], []),
     ):  # fmt: skip
         for place in (run, run / "draft"):
             ran = fledge(*words, place, *more)

@@ -35,8 +35,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     from fledge.eval.draft_files import read_files as read_draft_and_probe
     from fledge.eval.probe import probe_content
     from fledge.files import replace_directory
-    from fledge.hub import architectures
-    from fledge.jobs.card import exported_card
+    from fledge.hub import architectures, draft_directory
+    from fledge.jobs.card import CARD
     from fledge.models.weights import open_draft, read_files, write_files
 
     if options.to not in ENGINES:
@@ -83,7 +83,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
             write_files(exported.encode() if exported.differences else read_files(options.draft), new)
             if not (options.target and options.to != "speculators"):  # whose embeddings are still those of training
                 write_files(probe_content(options.draft), new)
-            write_files(exported_card(options.draft, new), new)
+            if (card := draft_directory(options.draft) / CARD).is_file():
+                write_files({CARD: card.read_bytes()}, new)
         say(f"Wrote {out}.")
     elif exported.differences:
         say("Nothing was written; --out DIR writes these files.")

@@ -270,7 +270,7 @@ def _train(
     """Trains by a resolved recipe, in a directory that rank 0 has locked. `recorded` are the settled values of the run
     that is resumed; None for a new run."""
     from fledge.features.vllm.source import VllmFeatures
-    from fledge.jobs.training.card import with_card
+    from fledge.jobs.card import with_card
     from fledge.jobs.training.data import check_files, make_rows, training_data
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
@@ -304,7 +304,7 @@ def _train(
         evaluate = make_evaluator(recipe, target, held_out, ranks, say)
         settled = settle(recipe, target, draft, rows, schedule)
         attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
-        attach = with_card(attach, recipe, target, rows, schedule, SAVE_DTYPE, ranks, say)
+        attach = with_card(attach, recipe, target, rows, schedule, ranks, say)
         if ranks.leads:
             check_disk(directory, draft, schedule)
         if recorded is not None:
