@@ -55,7 +55,8 @@ def test_a_command_takes_both_names(fledge, monkeypatch):
 def test_a_command_refuses_two_names_of_one_option(fledge, words):
     done = fledge(*words.split())
     assert done.code == 2 and "--learning-rate and --lr are the same option; give one of them" in done.err
-    assert "--draft and --draft-model are the same" in fledge("export", "--draft", "A", "--draft-model", "B").err
+    twice = fledge("export", "--to", "vllm", "--draft", "A", "--draft-model", "B")
+    assert "--draft and --draft-model are the same" in twice.err
 
 
 def test_a_list_takes_both_names_and_a_value_may_look_like_one(fledge, monkeypatch):

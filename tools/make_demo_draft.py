@@ -94,9 +94,8 @@ def ship(work: Path, out: Path) -> None:
         known["fledge"]["target"] = TARGET
     (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (draft / "fledge" / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    card = (draft / "README.md").read_text(encoding="utf-8").partition("\n<!-- fledge card, sha256")[0]
-    card = card.replace("---\n", "---\nlicense: cc-by-sa-4.0\n", 1)
-    (draft / "README.md").write_text(f"{card.rstrip()}\n{LICENCE}", encoding="utf-8")
+    card = (draft / "README.md").read_text(encoding="utf-8").replace("---\n", "---\nlicense: cc-by-sa-4.0\n", 1)
+    (draft / "README.md").write_text(card + LICENCE, encoding="utf-8")
     for name in ("chats.jsonl.gz", "prompts.jsonl"):
         shutil.copyfile(work / name, out / name)
     state_losses(out / "target")
