@@ -61,9 +61,11 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
     that holds something else, and without a login or a permission, and ConnectionError if the hub is not reached."""
     from huggingface_hub.utils import disable_progress_bars
 
-    from fledge.eval.probe import FOLDER
+    from fledge.config import DraftConfig
+    from fledge.eval.probe import FOLDER, RECORD
     from fledge.hub import hub_id
     from fledge.jobs.card import CARD, card_to_push
+    from fledge.models.weights import CONFIG
 
     if not REPOSITORY.fullmatch(options.repository):
         raise ValueError(f"{options.repository!r:.100} is not the id of a model repository; write owner/name")
@@ -74,8 +76,11 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
     card = card_to_push(draft, directory / CARD, options.eval, options.repository, save=not options.dry_run)
     if any(name.startswith(FOLDER) for name in names):
         say(f"note: {FOLDER}/ holds the beginnings of up to nine training documents; --no-probe leaves them out")
-    if (target := draft.config.provenance.target) and not hub_id(target):
-        say("note: config.json names the target by its path on this machine, not by a hub id")
+    for name in (name for name in names if name in (CONFIG, RECORD)):
+        hf = read_json(directory / name)
+        target = DraftConfig.from_hf(hf.get("config", hf)).provenance.target  # the record has a copy of config.json
+        if target and not hub_id(target):
+            say(f"note: {name} names the target by its path on this machine, not by a hub id")
     if options.dry_run:
         for name in names:
             show(f"{name}: {_size((directory / name).stat().st_size)}")
