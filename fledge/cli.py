@@ -46,7 +46,7 @@ from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from fledge.progress import show_progress
 from fledge.signals import ignore_signals, is_assembler_error, stopping_signals
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fledge.jobs.options import option_fields
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from fledge.methods import METHODS
 from support.chats import tiny_chats
 from support.targets import tiny_target_directory

@@ -37,8 +37,9 @@ THINKING = "{% if not enable_thinking %}{{ '/no_think\n' }}{% endif %}" + CHATML
 def made(tmp_path_factory):
     """A target whose template knows a thinking mode, and a briefly trained draft of each method."""
     from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.train import TrainOptions, run
+    from fledge.jobs.train import run
     from fledge.jobs.training import probe
+    from fledge.jobs.training.options import TrainOptions
 
     root = tmp_path_factory.mktemp("check")
     tiny_target_directory(root)

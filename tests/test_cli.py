@@ -56,7 +56,8 @@ def made(tmp_path_factory):
 def trained(made):
     """The draft of a training run, and τ by definition for each time that the run measured it."""
     from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.train import TrainOptions, run
+    from fledge.jobs.train import run
+    from fledge.jobs.training.options import TrainOptions
 
     show = ProgressDisplay(quiet=True)
     options = TrainOptions(

@@ -22,7 +22,7 @@ from fledge.jobs.chatting.tints import TINTS
 from fledge.jobs.display import ProgressDisplay
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.generate import GenerateOptions
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from support.commands import Ran
 from support.terminal import TerminalOf
 

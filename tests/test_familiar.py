@@ -15,7 +15,7 @@ from fledge.jobs import familiar
 from fledge.jobs.familiar import ALIASES, VALUES, aliases_of
 from fledge.jobs.options import flag_of, option_fields
 from fledge.jobs.python import _options
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from fledge.jobs.training.recipe_file import with_config
 from test_options import OPTIONS
 

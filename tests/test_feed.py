@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from fledge import train_draft
 from fledge.data.dataset import Rows
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
-from fledge.jobs.train import TrainOptions
 from fledge.jobs.training.dry_run import dry_run
+from fledge.jobs.training.options import TrainOptions
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures

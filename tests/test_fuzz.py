@@ -89,7 +89,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from fledge.jobs.display import ProgressDisplay
     from fledge.jobs.features import FeaturesOptions
     from fledge.jobs.features import run as write_features
-    from fledge.jobs.train import TrainOptions, run
+    from fledge.jobs.train import run
+    from fledge.jobs.training.options import TrainOptions
 
     root = tmp_path_factory.mktemp("made")
     tiny_target_directory(root)

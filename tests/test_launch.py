@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fledge.jobs.train import TrainOptions
 from fledge.jobs.training import launch
+from fledge.jobs.training.options import TrainOptions
 from fledge.train.checkpoint import RunDirectory
 from support.chats import tiny_chats
 from support.files import metrics_of

@@ -23,7 +23,7 @@ from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
 from fledge.jobs.report import ReportOptions
 from fledge.jobs.serve import ServeOptions
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from fledge.types import Sampling
 
 OPTIONS: dict[str, type[Options]] = {

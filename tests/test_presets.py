@@ -17,7 +17,7 @@ from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.options import option_fields
 from fledge.jobs.regenerate import RegenerateOptions
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from support.files import write_rows
 
 

@@ -30,7 +30,8 @@ from fledge.features import budget as feature_budget
 from fledge.jobs import features as features_job
 from fledge.jobs.display import ProgressDisplay
 from fledge.jobs.features import FeaturesOptions
-from fledge.jobs.train import TrainOptions, _run_as_rank
+from fledge.jobs.train import _run_as_rank
+from fledge.jobs.training.options import TrainOptions
 from fledge.jobs.training.probe import make_probe
 from fledge.models.weights import WEIGHTS, write_files
 from fledge.targets import sharded as sharded_module

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fledge as api
 from fledge.config import DraftConfig
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from fledge.jobs.training.plain_yaml import read_yaml, write_yaml
 from fledge.jobs.training.recipe import NewDraft, resolve
 from fledge.jobs.training.recipe_file import with_config

@@ -17,7 +17,7 @@ from fledge import load
 from fledge.data.modes import ModeWarning
 from fledge.data.pack import make_row
 from fledge.data.template import ChatTemplate
-from fledge.jobs.train import TrainOptions
+from fledge.jobs.training.options import TrainOptions
 from fledge.jobs.training.packaged import RECIPES, recipe_names
 from fledge.jobs.training.recipe import resolve
 from fledge.jobs.training.recipe_file import with_config

@@ -43,7 +43,8 @@ import json, os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
 from fledge.jobs.display import ProgressDisplay
-from fledge.jobs.train import TrainOptions, run
+from fledge.jobs.train import run
+from fledge.jobs.training.options import TrainOptions
 
 target, data, out, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 options = dict(target=target, data=[data], max_length=64, row_length=128, steps=100, depth=3, draft_vocab=200,

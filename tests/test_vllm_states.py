@@ -363,7 +363,8 @@ def train_words(made: Path, out: Path, *more: object) -> list[object]:
 def live(made: Path, tmp_path_factory) -> Path:
     """A run whose target computes the hidden states itself, on the same documents."""
     from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.train import TrainOptions, run
+    from fledge.jobs.train import run
+    from fledge.jobs.training.options import TrainOptions
 
     out, display = tmp_path_factory.mktemp("live") / "run", ProgressDisplay(quiet=True)
     options = TrainOptions(

@@ -137,7 +137,8 @@ class Demo:
 
     def train(self, features: Path, steps: int) -> Path:
         """Trains a draft, or continues a training that was interrupted. Returns the draft's directory."""
-        from fledge.jobs.train import TrainOptions, run
+        from fledge.jobs.train import run
+        from fledge.jobs.training.options import TrainOptions
 
         runs = [self.out / "run", *sorted(self.out.glob("run-*"), key=lambda path: (len(path.name), path.name))]
         directory = next((path for path in runs if _interrupted(path, steps)), None)

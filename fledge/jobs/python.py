@@ -12,7 +12,8 @@ from typing import Any
 from fledge.data.sources import Source
 from fledge.jobs.familiar import replace_aliases
 from fledge.jobs.options import option_fields
-from fledge.jobs.train import OUT, TrainOptions, run
+from fledge.jobs.train import run
+from fledge.jobs.training.options import OUT, TrainOptions
 
 _DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # of the named parameters of `train_draft`
 

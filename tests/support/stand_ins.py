@@ -89,7 +89,8 @@ def make_results(root: Path) -> None:
     from fledge.jobs.display import ProgressDisplay
     from fledge.jobs.evaluate import EvalOptions
     from fledge.jobs.evaluate import run as evaluate
-    from fledge.jobs.train import TrainOptions, run
+    from fledge.jobs.train import run
+    from fledge.jobs.training.options import TrainOptions
 
     target, quiet = str(root / MODELS[0]), ProgressDisplay(quiet=True)
     given = {"target": target, "data": [str(root / "chats.jsonl")], "steps": 2, "max_length": 64}

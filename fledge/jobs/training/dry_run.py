@@ -16,11 +16,12 @@ import torch
 from fledge.decode.engine import resolve_device
 from fledge.features.source import ROWS_AHEAD
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
-from fledge.jobs.train import TrainOptions, complete_options, resolve_recipe
+from fledge.jobs.train import complete_options, resolve_recipe
 from fledge.jobs.training.data import check_files, make_rows, pack_rows, total_memory, training_data
 from fledge.jobs.training.draft import draft_sizes, make_draft
 from fledge.jobs.training.implementation import choose_implementation, implementations
 from fledge.jobs.training.launch import check_ranks, needs_processes, run_ranks, start_processes
+from fledge.jobs.training.options import TrainOptions
 from fledge.jobs.training.plan import Machine, Plan, work_of
 from fledge.jobs.training.plan_report import print_plan, print_timing
 from fledge.jobs.training.recipe_file import check_settled

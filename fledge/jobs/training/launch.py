@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from fledge.jobs.train import MACHINE, TrainOptions
+from fledge.jobs.training.options import MACHINE, TrainOptions
 
 if TYPE_CHECKING:
     from fledge.train.ranks import Ranks

@@ -18,7 +18,7 @@ from fledge.methods import CHOICES, METHODS, Choice, Method
 if TYPE_CHECKING:
     from fledge.features.cache import FeatureCache
     from fledge.jobs.features import FeaturesOptions
-    from fledge.jobs.train import TrainOptions
+    from fledge.jobs.training.options import TrainOptions
 
 MAX_LENGTH = 2048  # default of --max-length
 DEPTH = 5  # default of --depth

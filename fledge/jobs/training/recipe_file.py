@@ -26,7 +26,7 @@ from fledge.jobs.options import (
     option_fields,
     validation_problem,
 )
-from fledge.jobs.train import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
+from fledge.jobs.training.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
 from fledge.jobs.training.packaged import find_recipe_file
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
