@@ -95,7 +95,7 @@ def test_a_dry_run_tells_the_steps_of_the_run_and_writes_nothing(
         r"Steps: (\d+) rows of 128 tokens for the ([\d,]+) tokens of the data; (\d+) steps of 2 rows", planned.out
     )
     assert steps[2] == tokens and int(steps[3]) == settled["steps"] == -(-2 * int(steps[1]) // 2)
-    assert "One process on CPUs has the whole target, the whole draft and the whole optimizer state." in planned.out
+    assert "memory of the process on CPUs: the draft's weights and the optimizer's state: " in planned.out
     assert f"with --impl eager and {settled['slots']} slots in flight" in planned.out
     assert re.search(r"3 steps took \d+\.\d\d s each, [\d,]+ tokens/s\.\n", planned.out)
     assert re.search(rf"{steps[3]} steps would take about [\d.]+ (seconds|minutes), without the", planned.out)
@@ -144,7 +144,8 @@ def test_gpus_that_are_not_there_need_no_weights(words: list[Any], fledge: Fledg
         file.unlink()
     planned = fledge(*words, "--dry-run", "--gpus", 2, "--gpu-memory", 8, "--rows-per-step", 3)
     assert planned.code == 0, planned.err
-    assert "2 GPUs with a rank each, and each rank has the whole target, the whole draft and 1/2 of" in planned.out
+    assert "memory of each of 2 GPUs: the target's weights: " in planned.out
+    assert "the draft's weights and 1/2 of the optimizer's state: " in planned.out
     assert "The hours are not estimated, as these GPUs are not there." in planned.out
     assert "3 rows a step for 2 ranks: some ranks wait in every step" in planned.err
     assert "steps of 3 rows, 2 on each rank" in planned.out
@@ -182,11 +183,12 @@ def test_a_70b_target_fits_on_eight_gpus_only_if_it_is_sharded(memory: int, larg
     sharded = fledge(*large, *machine, "--shard-target")
     assert sharded.code == 0 and "Memory: fits with --impl triton and 8,192 slots" in sharded.out, sharded.err
     assert f"of {memory * 1e9 / 2**30:.1f} GiB (7% must stay free)" in sharded.out
-    assert "each rank has 1/8 of the target's 80 layers, its whole embedding and head, the whole draft" in sharded.out
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672) * 2 / 2**30
     rest = 2 * 128_256 * 8192 * 2 / 2**30
-    assert gib(sharded.out, "1/8 of the target's layers, 2 whole") == pytest.approx(12 * layer + rest, rel=0.01)
-    assert "master weights and moments, 1/8 of them" in sharded.out
+    assert gib(sharded.out, "1/8 of the target's layers, 2 layers whole, embedding and head") == pytest.approx(
+        12 * layer + rest, rel=0.01
+    )
+    assert "the draft's weights and 1/8 of the optimizer's state: " in sharded.out
 
 
 def test_a_70b_target_on_gpus_of_its_own(large: list[Any], fledge: Fledge) -> None:
@@ -194,15 +196,17 @@ def test_a_70b_target_on_gpus_of_its_own(large: list[Any], fledge: Fledge) -> No
     machine = ("--gpus", 8, "--gpu-memory", 80)
     planned = fledge(*large, *machine, "--target-gpus", 4, "--shard-target", "--rows-per-step", 4)
     assert planned.code == 0, planned.out + planned.err
-    assert "4 GPUs with a rank each, and each rank has the target's embedding, head and last layer" in planned.out
-    assert "state. 4 GPUs with a rank each, and each rank has 1/4 of the target's 80 layers" in planned.out
+    assert "memory of each of 4 GPUs training the draft: the target's embedding, head and last layer: " in planned.out
+    assert "memory of each of 4 GPUs holding only the target: 1/4 of the target's layers" in planned.out
     assert "Rank 4 reads the whole target into host memory" in planned.out
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672) * 2 / 2**30
     rest = 2 * 128_256 * 8192 * 2 / 2**30
-    assert gib(planned.out, "1/4 of the target's layers, 2 whole") == pytest.approx(22 * layer + rest, rel=0.01)
+    assert gib(planned.out, "1/4 of the target's layers, 2 layers whole, embedding and head") == pytest.approx(
+        22 * layer + rest, rel=0.01
+    )
     assert gib(planned.out, "the target's embedding, head and last layer") == pytest.approx(layer + rest, rel=0.01)
     row = 4 * 8192 * 2 * 4096 / 2**30  # four states of a token
-    assert gib(planned.out, "hidden states of 2 rows to send") == pytest.approx(2 * row, abs=0.051)
+    assert gib(planned.out, "hidden states of 4 rows") == pytest.approx(4 * row, abs=0.051)
     assert "steps of 4 rows, 1 on each rank" in planned.out
     refused = fledge(*large, *machine, "--target-gpus", 1)
     assert refused.code == 1 and (cure := re.search(r"fit with (--target-gpus \d --shard-target)\.", refused.out)), (
@@ -236,8 +240,7 @@ def test_training_from_features_on_disk_is_planned(words: list[Any], fledge: Fle
     assert written.code == 0, written.err
     stored = ["train", "--features", tmp_path / "f", "--out", tmp_path / "run", "--dry-run"]
     planned = fledge(*stored, "--gpu-memory", 8)
-    assert planned.code == 0 and "One GPU has the target's embedding, head and last layer" in planned.out, planned.err
-    assert "forward pass: " not in planned.out
+    assert planned.code == 0 and "memory of the GPU: the target's embedding, head" in planned.out, planned.err
     whole = fledge(*words, "--dry-run", "--gpu-memory", 8)
     assert gib(planned.out, "the target's embedding, head and last layer") < gib(whole.out, "the target's weights")
     timed = fledge(*stored, "--device", "cpu")
@@ -317,7 +320,7 @@ def test_several_gpus_that_are_there_are_timed_by_their_ranks(
     monkeypatch.setattr(dry_run, "start_processes", lambda *given: started.append(given) or 3)
     assert launch.needs_processes is dry_run.needs_processes
     went = fledge(*words, "--dry-run", "--gpus", 2)
-    assert went.code == 3 and "2 GPUs with a rank each" in went.out, went.err
+    assert went.code == 3 and "memory of each of 2 GPUs" in went.out, went.err
     assert started == [(2, [str(word) for word in (*words, "--dry-run", "--gpus", 2)])]
 
 
@@ -329,7 +332,7 @@ def test_ranks_print_one_plan_and_time_together(words: list[Any], tmp_path: Path
         command = [*torchrun, *map(str, words), "--dry-run", "--device", "cpu", *more]
         went = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert went.returncode == 0, went.stderr
-        assert went.stdout.count("2 ranks on CPUs, and each has the whole target") == plans, went.stdout
+        assert went.stdout.count("memory of each of 2 processes on CPUs: the target's weights") == plans, went.stdout
         assert went.stdout.count("3 steps took") == went.stdout.count("would take about") == 1
     assert not (tmp_path / "run").exists()
 
@@ -348,6 +351,6 @@ def test_steps_are_timed_on_a_gpu(words: list[Any], fledge: Fledge) -> None:
     """The plan fits, the implementation is measured as for a run, and so is the peak."""
     planned = fledge(*words, "--dry-run", "--device", "cuda", "--dtype", "bfloat16")
     assert planned.code == 0, planned.err
-    assert "One GPU has the whole target" in planned.out and "rows of 128 tokens take about" in planned.err
+    assert "memory of the GPU: the target's weights" in planned.out and "rows of 128 tokens take about" in planned.err
     assert re.search(r"3 steps took .* tokens/s; their peak on a GPU was [\d.]+ (MiB|GiB)\.\n", planned.out)
     assert "would take about" in planned.out

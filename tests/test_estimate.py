@@ -1,4 +1,4 @@
-"""The estimate of memory and disk for machines that are not there, against what was measured on GPUs."""
+"""The estimate of memory for machines that are not there, against what was measured on GPUs; and of the disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.config import DraftConfig
+from fledge.jobs.training.run import disk_space
 from fledge.models.draft import Draft
 from fledge.targets.size import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.estimate import Placement, Sizes, Work, disk_parts, memory_parts, row_moments, total
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.estimate import Machine, Sizes, Work, memory_parts, step_bytes
+from fledge.train.memory import UPDATE_BYTES
 from fledge.train.objective import Implementation
 from support.chats import tiny_chats
 from support.targets import tiny_target, tiny_target_directory
@@ -42,6 +45,10 @@ def meta_draft(**config: Any) -> Draft:
         return Draft(DraftConfig(**DRAFT | config)).to(torch.bfloat16)
 
 
+def machine(ranks: int = 1) -> Machine:
+    return Machine(ranks, "cuda", 80 << 30, there=False)
+
+
 def steps_of(record: str) -> list[dict[str, Any]]:
     """The measured training steps of a record, by their rows."""
     rows = json.loads((RESULTS / f"{record}.json").read_text())["rows"]
@@ -53,25 +60,17 @@ def implementation(ways: dict[str, Any]) -> Implementation:
     return Implementation(**{name: ways[name] for name in ways if name not in ("ahead", "prefetch")})
 
 
-def step_gib(draft: Draft, row: dict[str, Any]) -> float:
-    """The estimate of what a row takes beside weights and hidden states."""
-    work = Work(row["T"], tuple(row["slots"]), row["T"], 1)
-    sizes = Sizes(None, TargetBytes(0, 0, 0, 0), draft)
-    return max(map(total, row_moments(sizes, work, implementation(row["ways"])))) / 2**30
-
-
-@pytest.mark.parametrize("record", ["train_step", "train_step_h200"])
+@pytest.mark.parametrize("record", ["train_step", "train_step_h200", "peagle_step"])
 def test_a_step_takes_what_was_measured(record: str) -> None:
-    """Each implementation, few and many slots, rows of 2,048 to 131,072 tokens, all supervised or a quarter."""
+    """Each implementation, few and many slots, rows of 2,048 to 131,072 tokens, all supervised or a quarter, and a
+    P-EAGLE draft of four layers. The benchmarks do no update, which may take more than the row."""
+    peagle = dict(method="peagle", mask_token_id=0, num_hidden_layers=4) if record == "peagle_step" else {}
     for row in steps_of(record):
-        draft = meta_draft(**(dict(vocab_size=32_000) if row["teacher"] == "W" else {}))
-        assert step_gib(draft, row) == pytest.approx(row["gib"], rel=0.15), row
-
-
-def test_a_step_of_a_p_eagle_draft_of_four_layers_takes_what_was_measured() -> None:
-    draft = meta_draft(vocab_size=32_000, method="peagle", mask_token_id=0, num_hidden_layers=4)
-    for row in steps_of("peagle_step"):
-        assert step_gib(draft, row) == pytest.approx(row["gib"], rel=0.15), row
+        draft = meta_draft(**peagle, vocab_size=32_000 if row.get("teacher", "W") == "W" else 128_256)
+        sizes, work = Sizes(None, TargetBytes(0, 0, 0), draft), Work(row["T"], tuple(row["slots"]), row["T"], 1)
+        measured = max(row["gib"], UPDATE_BYTES * sizes.trained / 2**30)
+        estimate = step_bytes(sizes, work, implementation(row["ways"]), "cuda") / 2**30
+        assert estimate == pytest.approx(measured, rel=0.15), row
 
 
 def test_a_run_takes_what_was_measured_on_one_and_two_gpus() -> None:
@@ -84,7 +83,7 @@ def test_a_run_takes_what_was_measured_on_one_and_two_gpus() -> None:
         documents = row["T"] // 1024  # with 7 steps, and all tokens supervised
         work = Work(row["T"], tuple(documents * (1022 - k) for k in range(7)), 1024, 1)
         shares = row["gpus"] if row["what"].endswith("shard") else 1
-        taken = total(memory_parts(sizes, work, FAST, Placement(optimizer=shares))) / 2**30
+        taken = sum(memory_parts(sizes, work, FAST, machine(shares)).values()) / 2**30
         assert taken == pytest.approx(row["gib"], rel=0.05), row
 
 
@@ -95,7 +94,7 @@ def test_the_layers_of_a_target_are_shared_and_the_rest_is_whole() -> None:
         layer = sum(p.numel() for p in target.layers[0].parameters()) * 4
         rest = (400 * 32 * (1 if tied else 2) + 32) * 4
         sizes = target_bytes(target)
-        assert sizes == TargetBytes(layers=8 * layer, largest=layer, rest=rest, n=8)
+        assert sizes == TargetBytes(layers=8 * layer, largest=layer, rest=rest)
         assert sizes.whole == sizes.on_rank(1) == sum(p.numel() for p in target.model.parameters()) * 4
         assert sizes.on_rank(4) == 2 * layer + 2 * layer + rest
 
@@ -105,31 +104,27 @@ def test_less_work_takes_less_memory() -> None:
     sizes = Sizes(target, target_bytes(target), meta_draft())
     work = Work(16_384, tuple(16_000 - k for k in range(5)), 2048, 1)
 
-    def taken(work: Work = work, impl: Implementation = FAST, **placed: int) -> int:
-        return total(memory_parts(sizes, work, impl, Placement(**placed)))
+    def taken(work: Work = work, impl: Implementation = FAST, ranks: int = 1) -> int:
+        return sum(memory_parts(sizes, work, impl, machine(ranks)).values())
 
     less = [
-        taken(impl=replace(FAST, slots=1024)), taken(impl=replace(FAST, recompute=True)), taken(optimizer=8),
+        taken(impl=replace(FAST, slots=1024)), taken(impl=replace(FAST, recompute=True)), taken(ranks=8),
         taken(work.resized(8192)), taken(impl=replace(FAST, prefetch=False)),
     ]  # fmt: skip
     more = [taken(replace(work, rows=2)), taken(impl=replace(FAST, slots=8192))]
     assert max(less) < taken() < min(more)
 
 
-def files_of(directory: Path) -> list[Path]:
-    """All files, without the probe of `fledge check`, which is small beside the weights of a real draft."""
-    return [f for f in directory.rglob("*") if f.is_file() and f.parent.name != "fledge"]
-
-
 def test_the_disk_of_a_run(tmp_path: Path, fledge: Any) -> None:
-    """The files of a finished run take half of the estimate, which counts a copy of all but the metrics."""
+    """The draft and the checkpoint of a finished run take half of the estimate, which counts a copy of both."""
     words = ("--data", tiny_chats(tmp_path / "c.jsonl", 20), "--steps", 3, "--draft-vocab", 200, "--device", "cpu")
     went = fledge("train", "--target", tiny_target_directory(tmp_path), *words, "--out", tmp_path / "run")
     assert went.code == 0, went.err
     with torch.device("meta"):
-        config = DraftConfig.from_hf(json.loads((tmp_path / "run/draft/config.json").read_text()))
-        parts = disk_parts(Draft(config), 3, "muon")
-    for part, directory in zip(parts, ("draft", "checkpoint"), strict=False):
-        written = sum(f.stat().st_size for f in files_of(tmp_path / "run" / directory))
-        assert written == pytest.approx(part.bytes / 2, rel=0.1, abs=8000), directory
-    assert (tmp_path / "run/metrics.jsonl").stat().st_size == pytest.approx(parts[2].bytes, rel=0.5)
+        draft = Draft(DraftConfig.from_hf(json.loads((tmp_path / "run/draft/config.json").read_text())))
+    needed, free = disk_space(RunDirectory(tmp_path / "other"), draft, "muon")
+    # without the probe of `fledge check`, which is small beside the weights of a real draft
+    written = sum(f.stat().st_size for f in (tmp_path / "run").rglob("*.safetensors") if f.parent.name != "fledge")
+    assert written == pytest.approx(needed / 2, rel=0.1) and free > 0
+    left, _ = disk_space(RunDirectory(tmp_path / "run"), draft, "muon")
+    assert left < needed - written, "a new draft replaces the old one"

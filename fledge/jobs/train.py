@@ -84,10 +84,9 @@ def _train(
     from fledge.jobs.training.draft import check_shape, make_draft
     from fledge.jobs.training.evaluator import make_evaluator
     from fledge.jobs.training.implementation import choose_implementation
-    from fledge.jobs.training.plan import check_disk
     from fledge.jobs.training.probe import make_probe
     from fledge.jobs.training.recipe_file import check_settled, recipe_text
-    from fledge.jobs.training.run import SAVE_DTYPE, TrainingRun, run_training
+    from fledge.jobs.training.run import SAVE_DTYPE, TrainingRun, check_disk, run_training
     from fledge.jobs.training.schedule import make_schedule
     from fledge.jobs.training.settle import settle
     from fledge.jobs.training.summary import summarize
@@ -115,7 +114,7 @@ def _train(
         attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
         attach = with_card(attach, recipe, target, rows, schedule, ranks, say)
         if ranks.leads:
-            check_disk(directory, draft, schedule)
+            check_disk(directory, draft, schedule.optimizer)
         if recorded is not None:
             check_settled(recorded, settled, directory)
             if ranks.leads and not directory.summary.exists():  # the run was killed as it started

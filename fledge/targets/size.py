@@ -12,13 +12,12 @@ from fledge.targets.transformers import TransformersTarget
 
 @dataclass(frozen=True)
 class TargetBytes:
-    """The bytes of a target's weights: of its n layers together, of the largest layer, and of the rest (embedding,
-    final norm and head), which every rank has whole."""
+    """The bytes of a target's weights: of its layers together, of the largest layer, and of the rest (embedding, final
+    norm and head), which every rank has whole."""
 
     layers: int
     largest: int
     rest: int
-    n: int
 
     @property
     def whole(self) -> int:
@@ -32,7 +31,7 @@ class TargetBytes:
 def target_bytes(target: TransformersTarget) -> TargetBytes:
     """The sizes of a target, which may be on the meta device. Raises ValueError if its layers cannot be identified."""
     sizes = [model_bytes(layer) for layer in target.layers]
-    return TargetBytes(sum(sizes), max(sizes), model_bytes(target.model) - sum(sizes), len(sizes))
+    return TargetBytes(sum(sizes), max(sizes), model_bytes(target.model) - sum(sizes))
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -7,12 +7,14 @@ config, and the data.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fledge.data.dataset import Rows
 from fledge.decode.engine import resolve_device
 from fledge.features.source import ROWS_AHEAD
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
@@ -22,22 +24,36 @@ from fledge.jobs.training.draft import draft_sizes, make_draft
 from fledge.jobs.training.implementation import choose_implementation, implementations
 from fledge.jobs.training.launch import check_ranks, needs_processes, run_ranks, start_processes
 from fledge.jobs.training.options import TrainOptions
-from fledge.jobs.training.plan import Machine, Plan, work_of
-from fledge.jobs.training.plan_report import print_plan, print_timing
+from fledge.jobs.training.plan import Plan, format_count, format_size, make_work, print_plan
 from fledge.jobs.training.recipe_file import check_settled
 from fledge.jobs.training.schedule import make_schedule
 from fledge.jobs.training.settle import settle
 from fledge.jobs.training.target import plan_target, prepare_shared_target, quantization_note, reads_features_only
-from fledge.jobs.training.timing import Timing, time_steps
+from fledge.models.draft import Draft
 from fledge.targets.size import target_bytes
+from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import Placement, Sizes
+from fledge.train.estimate import Machine, Sizes
+from fledge.train.feed import AFTER, BEFORE, feed
 from fledge.train.memory import DoesNotFit
+from fledge.train.optim import MasterOptimizer
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
+from fledge.train.trainer import Progress, Schedule, optimizer_step, upcoming_rows
 
 GB = 10**9
+WARM_UP, TIMED = 2, 3  # steps; the first ones compile kernels
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The seconds of the timed steps together, their tokens without filler, and the peak of the bytes allocated on this
+    rank's GPU; None on a CPU."""
+
+    seconds: float
+    tokens: int
+    peak: int | None
 
 
 def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrinter, display: ProgressDisplay) -> int:
@@ -77,27 +93,31 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
 def find_machine(options: TrainOptions) -> Machine:
     """The machine that complete options name: this one, or one that is not there. Raises ValueError if they do not
     say enough about it."""
-    ranks = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else options.gpus or 1
+    started = started_by_torchrun()
+    ranks = int(os.environ["WORLD_SIZE"]) if started else options.gpus or 1
     check_ranks(options, ranks)
+    count, first = torch.cuda.device_count(), torch.device("cuda", 0)
+    device, there = torch.device("cuda"), False
     if options.gpu_memory is not None:
-        if started_by_torchrun():
+        if started:
             raise ValueError("--gpu-memory plans for GPUs that are not there; start it without torchrun")
-        return Machine(ranks, "cuda", int(options.gpu_memory * GB), there=False)
-    count = torch.cuda.device_count()
-    if not started_by_torchrun() and ranks > max(count, 1):
+        memory = int(options.gpu_memory * GB)
+    elif not started and ranks > max(count, 1):
         if not count:
             raise ValueError(
                 f"--gpus {ranks}, but this machine has no GPU; give --gpu-memory, the GB of memory of each of those "
                 "that the plan is for"
             )
-        return Machine(ranks, "cuda", total_memory(torch.device("cuda", 0)), there=False)
-    device = torch.device(resolve_device(options.device))
-    if device.type == "cpu":
-        return Machine(ranks, "cpu", total_memory(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), there=True)
-    if started_by_torchrun() or ranks == 1:
-        index = local_rank() if started_by_torchrun() else device.index or 0
-        return Machine(ranks, "cuda", torch.cuda.mem_get_info(index)[0], there=True)
-    return Machine(ranks, "cuda", total_memory(torch.device("cuda", 0)), there=True)
+        memory = total_memory(first)
+    else:
+        device, there = torch.device(resolve_device(options.device)), True
+        if device.type == "cpu":
+            memory = total_memory(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        elif started or ranks == 1:
+            memory = torch.cuda.mem_get_info(local_rank() if started else device.index or 0)[0]
+        else:
+            memory = total_memory(first)
+    return Machine(ranks, device.type, memory, there, options.target_gpus or 0, options.shard_target)
 
 
 def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, say: Say, progress: Any) -> Plan:
@@ -118,9 +138,8 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     )  # fmt: skip
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
-    apart = options.target_gpus or 0
-    ranks = Ranks(size=machine.ranks - apart, placement="shard")
-    lockstep = options.shard_target and not apart
+    ranks = Ranks(size=machine.trains, placement="shard")
+    lockstep = machine.split and not machine.apart
     schedule = make_schedule(recipe, rows, sizes.draft.config.hidden_size, ranks, lockstep, say)
     saved = directory.load_progress() if options.resume else None
     return Plan(
@@ -129,10 +148,7 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
         rows=rows,
         schedule=schedule,
         sizes=sizes,
-        work=work_of(rows, schedule, machine, ranks.size),
-        placed=Placement(
-            (apart or machine.ranks) if options.shard_target else 1, ranks.size if ranks.shards else 1, apart
-        ),
+        work=make_work(rows, schedule, machine.trains),
         asked=tuple(implementations(recipe.compute)),
         directory=directory,
         resumed=options.resume is not None,
@@ -145,7 +161,7 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
     the run that is resumed; raises ValueError if they are others now."""
     recipe, rows = plan.recipe, plan.rows
     with ranks.together("while the target was loaded"):
-        target = prepare_shared_target(recipe, ranks, plan.placed.target > 1, say)
+        target = prepare_shared_target(recipe, ranks, plan.machine.target_shares > 1, say)
         if target.decodes != (not reads_features_only(recipe)):  # as the plan assumed; no records are held out then
             rows = make_rows(recipe, target, training_data(recipe, target, say, progress)[0], say)
         draft = make_draft(recipe, target, rows.documents, say)
@@ -155,3 +171,65 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
         if recorded is not None:
             check_settled(recorded, settle(recipe, target, draft, rows, schedule), plan.directory)
     return time_steps(draft, rows, target.source, schedule, ranks, progress)
+
+
+def time_steps(
+    draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, progress: Any
+) -> Timing:
+    """Times TIMED optimizer steps on the first rows, after WARM_UP steps; the draft is trained by all of them.
+
+    Every rank calls this; one that holds only the target times nothing. Raises FloatingPointError as `optimizer_step`
+    does."""
+    gpu = draft.device.type == "cuda"
+    synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(draft.device)) if gpu else (lambda: None)
+    schedule = replace(schedule, steps=WARM_UP + TIMED + 1)  # the last step too computes the next row's features
+    state = Progress()
+    if not ranks.trains:
+        lockstep, done = source.target.sharded, WARM_UP + TIMED
+        feed(source, rows, draft, schedule, state, ranks, lockstep=lockstep, until=done)
+        return Timing(0.0, 0, None)
+    with ranks.collective(BEFORE):
+        ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
+    given = schedule.betas, schedule.weight_decay, ranks, schedule.optimizer
+    optimizer = MasterOptimizer(draft.named_parameters(), *given)
+    tokens, began = 0, 0.0
+    with (
+        upcoming_rows(rows, state, schedule, source, draft.device, ranks) as upcoming,
+        progress.count("timing steps", WARM_UP + TIMED) as advance,
+    ):
+        for step in range(WARM_UP + TIMED):
+            if step == WARM_UP:
+                if gpu:
+                    torch.cuda.reset_peak_memory_stats(draft.device)
+                synchronize()
+                ranks.sum(torch.zeros(()))  # so that all begin together
+                tokens, began = 0, time.perf_counter()
+            tokens += optimizer_step(draft, rows, upcoming, source, schedule, optimizer, state, ranks).tokens
+            state.step += 1
+            advance()
+    synchronize()
+    seconds = time.perf_counter() - began
+    if ranks.target_ranks:
+        source.finish(state.step)
+        ranks.meet(AFTER, None)
+    return Timing(seconds, tokens, torch.cuda.max_memory_allocated(draft.device) if gpu else None)
+
+
+def print_timing(plan: Plan, timing: Timing, printer: ResultPrinter) -> None:
+    """Prints the speed of the timed steps, and the hours of the steps to do."""
+    peak = "" if timing.peak is None else f"; their peak on a GPU was {format_size(timing.peak)}"
+    tokens = plan.tokens / len(plan.rows.epoch(0)) * plan.schedule.rows_per_step * plan.left
+    seconds = tokens * timing.seconds / max(timing.tokens, 1)
+    printer.print(
+        f"{TIMED} steps took {timing.seconds / TIMED:.2f} s each, {timing.tokens / timing.seconds:,.0f} tokens/s{peak}."
+    )
+    printer.print(
+        f"{format_count(plan.left, 'step')} would take about {_duration(seconds)}, without the start, checkpoints and "
+        "measurements of τ."
+    )
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} seconds"
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"

@@ -1,54 +1,30 @@
-"""The plan of a training run: the machine, what each rank has to compute, and whether it fits there."""
+"""The plan of a training run: memory of each rank, disk, options with which the run would fit, and steps."""
 
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fledge.data.dataset import Rows
-from fledge.features.budget import existing_parent, format_bytes
+from fledge.data.documents import lengths_of
+from fledge.jobs.display import ResultPrinter
 from fledge.jobs.training.recipe import Recipe
-from fledge.models.draft import Draft
+from fledge.jobs.training.run import disk_space
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import (
-    Part,
-    Placement,
-    Sizes,
-    Work,
-    disk_parts,
-    memory_parts,
-    target_memory_parts,
-    total,
-)
+from fledge.train.estimate import Machine, Sizes, Work, memory_parts, target_memory_parts
 from fledge.train.memory import CANDIDATES, MIN_TOKENS, USABLE_FRACTION
 from fledge.train.objective import Implementation
 from fledge.train.trainer import Schedule
 
+GIB = 2**30
 MORE_GPUS = (2, 4, 8, 16)  # that a cure may name
 FEW_SLOTS = 64  # on a CPU
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The ranks of a run and their devices' type, "cuda" or "cpu". `memory` are the bytes that each may have, and
-    `there` tells whether this machine is that machine."""
-
-    ranks: int
-    device: str
-    memory: int
-    there: bool
-
-    @property
-    def usable(self) -> int:
-        """The bytes of a device that training uses; a GPU's allocator is left the rest."""
-        return int(self.memory * (USABLE_FRACTION if self.device == "cuda" else 1))
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A planned run. `asked` are the implementations to choose from, from fast to small. `resumed` tells whether the
+    """A planned run. `asked` are the implementations to choose from, from fast to small. `resumed` says whether the
     directory holds a run to continue, of which `done` steps are done."""
 
     machine: Machine
@@ -57,7 +33,6 @@ class Plan:
     schedule: Schedule
     sizes: Sizes
     work: Work
-    placed: Placement
     asked: tuple[Implementation, ...]
     directory: RunDirectory
     resumed: bool = False
@@ -68,130 +43,160 @@ class Plan:
         """The number of steps to do."""
         return self.schedule.steps - self.done
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of the data."""
+        return int(lengths_of(self.rows.documents).sum())
+
     @functools.cached_property
     def implementation(self) -> Implementation:
         """The first implementation that fits, or else the smallest."""
-        return next((impl for impl in self.asked if self._fits_memory(impl)), self.asked[-1])
+        return next((impl for impl in self.asked if self._taken(impl) <= self.machine.usable), self.asked[-1])
 
     @functools.cached_property
-    def memory(self) -> list[Part]:
-        """What takes memory on a rank that trains."""
-        return memory_parts(self.sizes, self.work, self.implementation, self.placed)
+    def memory(self) -> dict[str, int]:
+        """The bytes of each part of the memory of a rank that trains."""
+        return memory_parts(self.sizes, self.work, self.implementation, self.machine)
 
     @functools.cached_property
-    def target_memory(self) -> list[Part]:
-        """What takes memory on a rank that holds only the target; nothing if there is none."""
-        if not self.placed.apart:
-            return []
-        return target_memory_parts(self.sizes, self.work, self.placed, self.trains)
-
-    @property
-    def trains(self) -> int:
-        """The number of ranks that train."""
-        return self.machine.ranks - self.placed.apart
+    def target_memory(self) -> dict[str, int]:
+        """The bytes of each part of the memory of a rank that holds only the target; empty without such ranks."""
+        return target_memory_parts(self.sizes, self.work, self.machine) if self.machine.apart else {}
 
     @functools.cached_property
-    def disk(self) -> list[Part]:
-        """What the run writes to its directory."""
-        return disk_parts(self.sizes.draft, self.schedule.steps, self.schedule.optimizer)
-
-    @functools.cached_property
-    def free_disk(self) -> int:
-        """The free bytes of the file system of the run's directory."""
-        return shutil.disk_usage(existing_parent(self.directory.path)).free
+    def disk(self) -> tuple[int, int]:
+        """The bytes that the run still writes, and the free bytes of its disk."""
+        return disk_space(self.directory, self.sizes.draft, self.schedule.optimizer)
 
     @property
     def fits_memory(self) -> bool:
-        return self._fits_memory(self.implementation) and total(self.target_memory) <= self.machine.usable
-
-    @property
-    def fits_disk(self) -> bool:
-        return total(self.disk) <= self.free_disk + written_bytes(self.directory)
+        return max(sum(self.memory.values()), sum(self.target_memory.values())) <= self.machine.usable
 
     @property
     def fits(self) -> bool:
-        return self.fits_memory and self.fits_disk
+        return self.fits_memory and self.disk[0] <= self.disk[1]
 
-    def _fits_memory(self, impl: Implementation) -> bool:
-        return total(memory_parts(self.sizes, self.work, impl, self.placed)) <= self.machine.usable
+    def _taken(self, impl: Implementation) -> int:
+        return sum(memory_parts(self.sizes, self.work, impl, self.machine).values())
 
-    def cures(self) -> Iterator[str]:
-        """Changes of the options with which the run fits in memory, each by itself; none if it takes more."""
-        ranks, gpu = self.machine.ranks, self.machine.device == "cuda"
-        if not self.resumed:  # a resumed run keeps its slots and rows
-            yield from self._less_work()
-        if self.placed.apart:
-            yield from self._more_for_the_target()
-            return
-        if gpu and 1 == self.placed.target < ranks and self._sharded(ranks).fits_memory:
-            yield "--shard-target"
-        if gpu and (ranks == 1 or not self._sharded(ranks).fits_memory):
-            more = (n for n in MORE_GPUS if n > ranks and self._sharded(n).fits_memory)
-            if (gpus := next(more, None)) is not None:
-                yield f"--gpus {gpus} --shard-target"
+    def cures(self) -> list[str]:
+        """Options with which the run fits in memory, each by itself; empty if none of them is enough."""
+        firsts = (next((words for words, plan in ways if plan.fits_memory), None) for ways in self._changes())
+        return [words for words in firsts if words]
 
-    def _more_for_the_target(self) -> Iterator[str]:
-        """Those of `cures` that split the target over the ranks that hold only it, or over more of them."""
-        for apart in range(max(self.placed.apart, 2), self.machine.ranks):
-            trains = self.machine.ranks - apart
-            if replace(self, placed=Placement(apart, trains, apart)).fits_memory:
-                yield f"--target-gpus {apart} --shard-target"
-                return
-
-    def _less_work(self) -> Iterator[str]:
-        """Those of `cures` that change what a rank computes at a time."""
-        fewest = min(n for n, *_ in CANDIDATES) if self.machine.device == "cuda" else FEW_SLOTS
-        fewer = replace(self, asked=(replace(self.asked[-1], slots=fewest),))
-        if self.asked[-1].slots > fewest and fewer.fits_memory:
-            yield f"--slots {fewest}"
-        if tokens := self._shorter_row():
-            yield f"--row-length {tokens} (and --max-length no longer)"
-
-    def _sharded(self, ranks: int) -> Plan:
-        """The same on a number of GPUs that share the target's layers."""
-        return replace(self, machine=replace(self.machine, ranks=ranks), placed=Placement(ranks, ranks))
-
-    def _shorter_row(self) -> int | None:
-        """The longest row that fits, in tokens, of halves of the planned one; None if no row does."""
-        tokens = self.work.tokens // 2
-        while tokens >= MIN_TOKENS:
-            if replace(self, work=self.work.resized(tokens)).fits_memory:
-                return tokens
-            tokens //= 2
-        return None
+    def _changes(self) -> Iterator[Iterator[tuple[str, Plan]]]:
+        """Options to try, and the plan with them. Of each group, the first options that fit are the cure."""
+        machine, smallest = self.machine, self.asked[-1]
+        fewest = min(n for n, *_ in CANDIDATES) if machine.device == "cuda" else FEW_SLOTS
+        if not self.resumed and smallest.slots > fewest:  # a resumed run keeps its slots and rows
+            yield iter([(f"--slots {fewest}", replace(self, asked=(replace(smallest, slots=fewest),)))])
+        if not self.resumed:
+            halves = (self.work.tokens >> i for i in range(1, self.work.tokens.bit_length()))
+            yield (
+                (f"--row-length {n} (and --max-length no longer)", replace(self, work=self.work.resized(n)))
+                for n in halves
+                if n >= MIN_TOKENS
+            )
+        if machine.apart:
+            yield (
+                (f"--target-gpus {n} --shard-target", replace(self, machine=replace(machine, apart=n, split=True)))
+                for n in range(max(machine.apart, 2), machine.ranks)
+            )
+        elif machine.device == "cuda":
+            yield (
+                (
+                    "--shard-target" if n == machine.ranks else f"--gpus {n} --shard-target",
+                    replace(self, machine=replace(machine, ranks=n, split=True)),
+                )
+                for n in (machine.ranks, *MORE_GPUS)
+                if n >= max(machine.ranks, 2)
+            )
 
 
-def written_bytes(directory: RunDirectory) -> int:
-    """The bytes of the draft and the checkpoint that a run has written."""
-    files = (file for path in (directory.draft, directory.checkpoint) for file in path.rglob("*") if file.is_file())
-    return sum(file.stat().st_size for file in files)
-
-
-def check_disk(directory: RunDirectory, draft: Draft, schedule: Schedule) -> None:
-    """Raises ValueError if what a run still writes to its directory is more than the disk has free."""
-    needed = total(disk_parts(draft, schedule.steps, schedule.optimizer)) - written_bytes(directory)
-    free = shutil.disk_usage(existing_parent(directory.path)).free
-    if needed > free:
-        raise ValueError(
-            f"the disk has too little space to save the run in {directory.path}: its draft and its checkpoint, each "
-            f"twice while a new one replaces it, need {format_bytes(needed)}, and {format_bytes(free)} are free; free "
-            "some disk space, or choose another --out"
-        )
-
-
-def work_of(rows: Rows, schedule: Schedule, machine: Machine, trains: int) -> Work:
+def make_work(rows: Rows, schedule: Schedule, trains: int) -> Work:
     """What one of a number of ranks that train computes in a step, by the rows of the first epoch that need the most
     memory."""
-    objective, heaviest = schedule.objective, rows.heaviest()
-    trained = []
-    for row in heaviest:
+    objective, trained = schedule.objective, []
+    for row in rows.heaviest():
         live = row.live(objective.depth)
         slots = objective.drop.keep(row, live, "") if objective.drop else live
         trained.append(tuple(t.numel() for t in slots))
-    return Work(
-        tokens=rows.row_length,
-        slots=max(trained, key=sum),
-        document=rows.longest(),
-        rows=-(-schedule.rows_per_step // trains),
-        device=machine.device,
+    return Work(rows.row_length, max(trained, key=sum), rows.longest(), -(-schedule.rows_per_step // trains))
+
+
+def print_plan(plan: Plan, printer: ResultPrinter) -> None:
+    """Prints what each rank would hold, whether memory and disk suffice, and the steps."""
+    machine, sizes = plan.machine, plan.sizes
+    parameters = sum(p.numel() for p in sizes.draft.parameters())
+    frozen = f", of which {sizes.trained:,} are trained" if sizes.trained < parameters else ""
+    dtype = str(sizes.target.dtype).removeprefix("torch.")
+    printer.print(f"The draft has {parameters:,} parameters{frozen}, in {dtype}.")
+    _print_memory(_each(machine, machine.trains) + " training the draft" * (machine.apart > 0), plan.memory, printer)
+    if machine.apart:
+        _print_memory(f"{_each(machine, machine.apart)} holding only the target", plan.target_memory, printer)
+    printer.print(_memory_verdict(plan))
+    if machine.target_shares > 1:
+        reader = machine.trains if machine.apart else 0
+        whole = format_size(sizes.weights.whole)
+        printer.print(f"Rank {reader} reads the whole target into host memory before it is split: {whole}.")
+    needed, free = plan.disk
+    printer.print(
+        f"Disk: {'fits' if needed <= free else 'does not fit'}, {format_size(needed)} of the {format_size(free)} that "
+        f"are free where {plan.directory.path} is, for the draft and the checkpoint, each twice while a new one "
+        f"replaces it{'.' if needed <= free else '; choose another --out.'}"
     )
+    printer.print(_steps(plan))
+    if not machine.there:
+        printer.print("The hours are not estimated, as these GPUs are not there.")
+
+
+def _each(machine: Machine, n: int) -> str:
+    gpu = machine.device == "cuda"
+    if n == 1:
+        return "the GPU" if gpu else "the process on CPUs"
+    return f"each of {n} GPUs" if gpu else f"each of {n} processes on CPUs"
+
+
+def _print_memory(where: str, parts: dict[str, int], printer: ResultPrinter) -> None:
+    amounts = [(name, format_size(count)) for name, count in parts.items()]
+    printer.amounts(f"memory of {where}", [*amounts, ("together", format_size(sum(parts.values())))])
+
+
+def _memory_verdict(plan: Plan) -> str:
+    impl, machine = plan.implementation, plan.machine
+    how = f"--impl {impl.attention} and {impl.slots:,} slots in flight" + (
+        ", recomputing the MLP's activations" if impl.recompute else ""
+    )
+    reserve = f" ({1 - USABLE_FRACTION:.0%} must stay free)" if machine.usable < machine.memory else ""
+    taken = format_size(sum(plan.memory.values()))
+    if plan.target_memory:
+        taken += f", and {format_size(sum(plan.target_memory.values()))} with the target,"
+    text = f"with {how}, {taken} of {format_size(machine.memory)}{reserve}"
+    if plan.fits_memory:
+        return f"Memory: fits {text}."
+    cures = plan.cures()
+    cure = "it would fit with " + ", or with ".join(cures)
+    if not cures:
+        cure = "choose a machine with more memory, a smaller target, or a smaller --draft-vocab"
+    return f"Memory: does not fit {text}; {cure}."
+
+
+def _steps(plan: Plan) -> str:
+    rows, schedule, n = plan.rows, plan.schedule, plan.machine.trains
+    each = f", {-(-schedule.rows_per_step // n)} on each rank" if n > 1 else ""
+    left = f"; {plan.left:,} of them are left" if plan.done else ""
+    return (
+        f"Steps: {format_count(len(rows.epoch(0)), 'row')} of {rows.row_length:,} tokens for the {plan.tokens:,} "
+        f"tokens of the data; {format_count(schedule.steps, 'step')} of "
+        f"{format_count(schedule.rows_per_step, 'row')}{each}, lr {schedule.lr:.2g}{left}."
+    )
+
+
+def format_size(count: int) -> str:
+    """A number of bytes in GiB, or in MiB if it is small."""
+    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
+
+
+def format_count(n: int, what: str) -> str:
+    """A number and its noun, such as "2 rows"."""
+    return f"{n:,} {what}{'s' * (n != 1)}"

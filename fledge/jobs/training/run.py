@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from fledge.data.dataset import Rows
+from fledge.features.budget import existing_parent, format_bytes
 from fledge.jobs.report import report_run
 from fledge.jobs.training.loggers import make_logger
 from fledge.jobs.training.probe import Attach
@@ -17,6 +19,7 @@ from fledge.jobs.training.recipe import Recipe
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.optim import state_bytes
 from fledge.train.ranks import LostRankError, Ranks
 from fledge.train.trainer import Progress, Schedule, feed_draft, train
 
@@ -59,6 +62,26 @@ def _naming_command(run: TrainingRun) -> Iterator[None]:
         yield
     except LostRankError as e:
         raise LostRankError(_stop_message(run, str(e))) from e
+
+
+def disk_space(directory: RunDirectory, draft: Draft, optimizer: str) -> tuple[int, int]:
+    """The bytes that a run still writes to its directory, and the free bytes of that disk. `optimizer` is the `kind`
+    of the optimizer. Draft and checkpoint count twice, as a new one is complete before the old one is removed."""
+    weights = SAVE_DTYPE.itemsize * sum(p.numel() for p in draft.parameters())
+    files = (file for path in (directory.draft, directory.checkpoint) for file in path.rglob("*") if file.is_file())
+    needed = 2 * (2 * weights + state_bytes(draft, optimizer)) - sum(file.stat().st_size for file in files)
+    return max(needed, 0), shutil.disk_usage(existing_parent(directory.path)).free
+
+
+def check_disk(directory: RunDirectory, draft: Draft, optimizer: str) -> None:
+    """Raises ValueError if what a run still writes to its directory is more than the disk has free."""
+    needed, free = disk_space(directory, draft, optimizer)
+    if needed > free:
+        raise ValueError(
+            f"the disk has too little space to save the run in {directory.path}: its draft and its checkpoint, each "
+            f"twice while a new one replaces it, need {format_bytes(needed)}, and {format_bytes(free)} are free; free "
+            "some disk space, or choose another --out"
+        )
 
 
 def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
