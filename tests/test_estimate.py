@@ -1,4 +1,4 @@
-"""The estimate of memory for machines that are not there, against what was measured on GPUs; and of the disk."""
+"""The estimates of a run's memory, against measurements on GPUs, and of its disk space, against a run's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fledge.models.draft import Draft
 from fledge.targets.size import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import Machine, Sizes, Work, memory_parts, step_bytes
+from fledge.train.estimate import Machine, Work, memory_parts, step_bytes
 from fledge.train.memory import UPDATE_BYTES
 from fledge.train.objective import Implementation
 from support.chats import tiny_chats
@@ -67,23 +67,22 @@ def test_a_step_takes_what_was_measured(record: str) -> None:
     peagle = dict(method="peagle", mask_token_id=0, num_hidden_layers=4) if record == "peagle_step" else {}
     for row in steps_of(record):
         draft = meta_draft(**peagle, vocab_size=32_000 if row.get("teacher", "W") == "W" else 128_256)
-        sizes, work = Sizes(None, TargetBytes(0, 0, 0), draft), Work(row["T"], tuple(row["slots"]), row["T"], 1)
-        measured = max(row["gib"], UPDATE_BYTES * sizes.trained / 2**30)
-        estimate = step_bytes(sizes, work, implementation(row["ways"]), "cuda") / 2**30
+        work = Work(TargetBytes(0, 0, 0), draft, row["T"], tuple(row["slots"]), row["T"])
+        measured = max(row["gib"], UPDATE_BYTES * work.trained / 2**30)
+        estimate = step_bytes(work, implementation(row["ways"]), "cuda") / 2**30
         assert estimate == pytest.approx(measured, rel=0.15), row
 
 
 def test_a_run_takes_what_was_measured_on_one_and_two_gpus() -> None:
     """The peak of each rank with a target of 8B parameters, and with the optimizer's state sharded and replicated."""
-    target, draft = meta_target(), meta_draft()
-    sizes = Sizes(target, target_bytes(target), draft)
+    weights, draft = target_bytes(meta_target()), meta_draft()
     rows = json.loads((RESULTS / "scale.json").read_text())["rows"]
     assert {row["gpus"] for row in rows} == {1, 2}
     for row in rows:
         documents = row["T"] // 1024  # with 7 steps, and all tokens supervised
-        work = Work(row["T"], tuple(documents * (1022 - k) for k in range(7)), 1024, 1)
+        work = Work(weights, draft, row["T"], tuple(documents * (1022 - k) for k in range(7)), 1024)
         shares = row["gpus"] if row["what"].endswith("shard") else 1
-        taken = sum(memory_parts(sizes, work, FAST, machine(shares)).values()) / 2**30
+        taken = sum(memory_parts(work, FAST, machine(shares)).values()) / 2**30
         assert taken == pytest.approx(row["gib"], rel=0.05), row
 
 
@@ -100,12 +99,10 @@ def test_the_layers_of_a_target_are_shared_and_the_rest_is_whole() -> None:
 
 
 def test_less_work_takes_less_memory() -> None:
-    target = meta_target(2)
-    sizes = Sizes(target, target_bytes(target), meta_draft())
-    work = Work(16_384, tuple(16_000 - k for k in range(5)), 2048, 1)
+    work = Work(target_bytes(meta_target(2)), meta_draft(), 16_384, tuple(16_000 - k for k in range(5)), 2048)
 
     def taken(work: Work = work, impl: Implementation = FAST, ranks: int = 1) -> int:
-        return sum(memory_parts(sizes, work, impl, machine(ranks)).values())
+        return sum(memory_parts(work, impl, machine(ranks)).values())
 
     less = [
         taken(impl=replace(FAST, slots=1024)), taken(impl=replace(FAST, recompute=True)), taken(ranks=8),

@@ -717,7 +717,7 @@ def test_a_disk_that_is_too_small_is_named_before_the_first_step(tmp_path, fledg
         ran = fledge(*words)
         said = " ".join(ran.err.split())
         assert ran.code == 2 and f"the disk has too little space to save the run in {run}: its draft and" in said, said
-        assert "need 726." in said and "and 100.00 KB are free" in said and not run.exists(), said
+        assert "need 720." in said and "and 100.00 KB are free" in said and not run.exists(), said
     assert fledge(*words).code == 0
     written = sum(f.stat().st_size for name in ("draft", "checkpoint") for f in (run / name).rglob("*") if f.is_file())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=written))

@@ -9,22 +9,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fledge.data.dataset import Rows
 from fledge.decode.engine import resolve_device
+from fledge.features.budget import format_bytes
 from fledge.features.source import ROWS_AHEAD
 from fledge.jobs.display import ProgressDisplay, ResultPrinter
+from fledge.jobs.features import format_duration
 from fledge.jobs.train import complete_options, resolve_recipe
 from fledge.jobs.training.data import check_files, make_rows, pack_rows, total_memory, training_data
 from fledge.jobs.training.draft import draft_sizes, make_draft
 from fledge.jobs.training.implementation import choose_implementation, implementations
 from fledge.jobs.training.launch import check_ranks, needs_processes, run_ranks, start_processes
 from fledge.jobs.training.options import TrainOptions
-from fledge.jobs.training.plan import Plan, format_count, format_size, make_work, print_plan
+from fledge.jobs.training.plan import Plan, format_count, heaviest_slots, print_plan
 from fledge.jobs.training.recipe_file import check_settled
 from fledge.jobs.training.schedule import make_schedule
 from fledge.jobs.training.settle import settle
@@ -33,7 +35,7 @@ from fledge.models.draft import Draft
 from fledge.targets.size import target_bytes
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import Machine, Sizes
+from fledge.train.estimate import Machine, Work
 from fledge.train.feed import AFTER, BEFORE, feed
 from fledge.train.memory import DoesNotFit
 from fledge.train.optim import MasterOptimizer
@@ -44,16 +46,8 @@ GB = 10**9
 WARM_UP, TIMED = 2, 3  # steps; the first ones compile kernels
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The seconds of the timed steps together, their tokens without filler, and the peak of the bytes allocated on this
-    rank's GPU; None on a CPU."""
-
-    seconds: float
-    tokens: int
-    peak: int | None
+# seconds of the timed steps, their tokens without filler, and the peak of a GPU's allocated bytes (None on a CPU)
+Timed = tuple[float, int, int | None]
 
 
 def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrinter, display: ProgressDisplay) -> int:
@@ -73,7 +67,7 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
     plan = make_plan(options, directory, machine, say, display)
     if not follows and os.environ.get("RANK", "0") == "0":
         print_plan(plan, printer)
-    if not plan.fits:
+    if not (plan.fits_memory and plan.fits_disk):
         return 1
     if not machine.there or not plan.left:
         return 0
@@ -81,12 +75,12 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
         return start_processes(machine.ranks, arguments)
     with run_ranks(options) as ranks:
         try:
-            timing = _time(plan, recorded, ranks, display.say if ranks.leads else lambda line: None, display)
+            timed = _time(plan, recorded, ranks, display.say if ranks.leads else lambda line: None, display)
         except (DoesNotFit, torch.OutOfMemoryError) as e:
             printer.print(f"Memory: does not fit, as steps show that were tried: {e}")
             return 1
         if ranks.leads:
-            print_timing(plan, timing, printer)
+            print_timing(plan, timed, printer)
     return 0
 
 
@@ -130,33 +124,29 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     if target.target.quantization:
         say(quantization_note(target.target))
         say(f"the plan counts its weights in {target.target.dtype}, and they take less")
-    runs = not reads_features_only(recipe)
-    staged = ROWS_AHEAD * recipe.features.layout.bytes(1, 1) if recipe.features else 0
-    sizes = Sizes(
-        target.target, target_bytes(target.target), draft_sizes(recipe, target), runs, staged,
-        recipe.schedule.optimizer,
-    )  # fmt: skip
+    draft = draft_sizes(recipe, target)
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
     ranks = Ranks(size=machine.trains, placement="shard")
     lockstep = machine.split and not machine.apart
-    schedule = make_schedule(recipe, rows, sizes.draft.config.hidden_size, ranks, lockstep, say)
+    schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, lockstep, say)
     saved = directory.load_progress() if options.resume else None
-    return Plan(
-        machine=machine,
-        recipe=recipe,
-        rows=rows,
-        schedule=schedule,
-        sizes=sizes,
-        work=make_work(rows, schedule, machine.trains),
-        asked=tuple(implementations(recipe.compute)),
-        directory=directory,
-        resumed=options.resume is not None,
-        done=min(int((saved or {}).get("step", 0)), schedule.steps),
+    work = Work(
+        weights=target_bytes(target.target),
+        draft=draft,
+        tokens=rows.row_length,
+        slots=heaviest_slots(rows, schedule.objective),
+        document=rows.longest(),
+        rows=-(-schedule.rows_per_step // machine.trains),
+        optimizer=schedule.optimizer,
+        runs=not reads_features_only(recipe),
+        staged=ROWS_AHEAD * recipe.features.layout.bytes(1, 1) if recipe.features else 0,
     )
+    done, asked = min(int((saved or {}).get("step", 0)), schedule.steps), tuple(implementations(recipe.compute))
+    return Plan(machine, work, asked, recipe, rows, schedule, directory, options.resume is not None, done)
 
 
-def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, progress: Any) -> Timing:
+def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, progress: Any) -> Timed:
     """The time of a few steps of a planned run, whose target is loaded for them. `recorded` are the settled values of
     the run that is resumed; raises ValueError if they are others now."""
     recipe, rows = plan.recipe, plan.rows
@@ -175,7 +165,7 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
 
 def time_steps(
     draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, progress: Any
-) -> Timing:
+) -> Timed:
     """Times TIMED optimizer steps on the first rows, after WARM_UP steps; the draft is trained by all of them.
 
     Every rank calls this; one that holds only the target times nothing. Raises FloatingPointError as `optimizer_step`
@@ -187,7 +177,7 @@ def time_steps(
     if not ranks.trains:
         lockstep, done = source.target.sharded, WARM_UP + TIMED
         feed(source, rows, draft, schedule, state, ranks, lockstep=lockstep, until=done)
-        return Timing(0.0, 0, None)
+        return 0.0, 0, None
     with ranks.collective(BEFORE):
         ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
     given = schedule.betas, schedule.weight_decay, ranks, schedule.optimizer
@@ -212,24 +202,17 @@ def time_steps(
     if ranks.target_ranks:
         source.finish(state.step)
         ranks.meet(AFTER, None)
-    return Timing(seconds, tokens, torch.cuda.max_memory_allocated(draft.device) if gpu else None)
+    return seconds, tokens, torch.cuda.max_memory_allocated(draft.device) if gpu else None
 
 
-def print_timing(plan: Plan, timing: Timing, printer: ResultPrinter) -> None:
+def print_timing(plan: Plan, timed: Timed, printer: ResultPrinter) -> None:
     """Prints the speed of the timed steps, and the hours of the steps to do."""
-    peak = "" if timing.peak is None else f"; their peak on a GPU was {format_size(timing.peak)}"
-    tokens = plan.tokens / len(plan.rows.epoch(0)) * plan.schedule.rows_per_step * plan.left
-    seconds = tokens * timing.seconds / max(timing.tokens, 1)
+    seconds, tokens, peak = timed
+    used = "" if peak is None else f"; their peak on a GPU was {format_bytes(peak)}"
+    tokens_left = plan.tokens / len(plan.rows.epoch(0)) * plan.schedule.rows_per_step * plan.left
+    left = format_duration(tokens_left * seconds / max(tokens, 1))
+    printer.print(f"{TIMED} steps took {seconds / TIMED:.2f} s each, {tokens / seconds:,.0f} tokens/s{used}.")
     printer.print(
-        f"{TIMED} steps took {timing.seconds / TIMED:.2f} s each, {timing.tokens / timing.seconds:,.0f} tokens/s{peak}."
+        f"{format_count(plan.left, 'step')} would take about {left}, without the start, checkpoints and measurements "
+        "of τ."
     )
-    printer.print(
-        f"{format_count(plan.left, 'step')} would take about {_duration(seconds)}, without the start, checkpoints and "
-        "measurements of τ."
-    )
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} seconds"
-    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.1f} minutes"

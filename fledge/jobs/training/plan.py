@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fledge.data.dataset import Rows
 from fledge.data.documents import lengths_of
+from fledge.features.budget import format_bytes
 from fledge.jobs.display import ResultPrinter
 from fledge.jobs.training.recipe import Recipe
 from fledge.jobs.training.run import disk_space
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import Machine, Sizes, Work, memory_parts, target_memory_parts
+from fledge.train.estimate import Machine, Work, memory_parts, target_memory_parts
 from fledge.train.memory import CANDIDATES, MIN_TOKENS, USABLE_FRACTION
-from fledge.train.objective import Implementation
+from fledge.train.objective import Implementation, Objective
 from fledge.train.trainer import Schedule
 
-GIB = 2**30
 MORE_GPUS = (2, 4, 8, 16)  # that a cure may name
 FEW_SLOTS = 64  # on a CPU
 
@@ -28,12 +27,11 @@ class Plan:
     directory holds a run to continue, of which `done` steps are done."""
 
     machine: Machine
+    work: Work
+    asked: tuple[Implementation, ...]
     recipe: Recipe
     rows: Rows
     schedule: Schedule
-    sizes: Sizes
-    work: Work
-    asked: tuple[Implementation, ...]
     directory: RunDirectory
     resumed: bool = False
     done: int = 0
@@ -51,85 +49,71 @@ class Plan:
     @functools.cached_property
     def implementation(self) -> Implementation:
         """The first implementation that fits, or else the smallest."""
-        return next((impl for impl in self.asked if self._taken(impl) <= self.machine.usable), self.asked[-1])
+        taken = ((impl, sum(memory_parts(self.work, impl, self.machine).values())) for impl in self.asked)
+        return next((impl for impl, count in taken if count <= self.machine.usable), self.asked[-1])
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
         """The bytes of each part of the memory of a rank that trains."""
-        return memory_parts(self.sizes, self.work, self.implementation, self.machine)
+        return memory_parts(self.work, self.implementation, self.machine)
 
     @functools.cached_property
     def target_memory(self) -> dict[str, int]:
         """The bytes of each part of the memory of a rank that holds only the target; empty without such ranks."""
-        return target_memory_parts(self.sizes, self.work, self.machine) if self.machine.apart else {}
+        return target_memory_parts(self.work, self.machine) if self.machine.apart else {}
 
     @functools.cached_property
     def disk(self) -> tuple[int, int]:
         """The bytes that the run still writes, and the free bytes of its disk."""
-        return disk_space(self.directory, self.sizes.draft, self.schedule.optimizer)
+        return disk_space(self.directory, self.work.draft, self.schedule.optimizer)
 
     @property
     def fits_memory(self) -> bool:
         return max(sum(self.memory.values()), sum(self.target_memory.values())) <= self.machine.usable
 
     @property
-    def fits(self) -> bool:
-        return self.fits_memory and self.disk[0] <= self.disk[1]
-
-    def _taken(self, impl: Implementation) -> int:
-        return sum(memory_parts(self.sizes, self.work, impl, self.machine).values())
+    def fits_disk(self) -> bool:
+        return self.disk[0] <= self.disk[1]
 
     def cures(self) -> list[str]:
         """Options with which the run fits in memory, each by itself; empty if none of them is enough."""
-        firsts = (next((words for words, plan in ways if plan.fits_memory), None) for ways in self._changes())
-        return [words for words in firsts if words]
-
-    def _changes(self) -> Iterator[Iterator[tuple[str, Plan]]]:
-        """Options to try, and the plan with them. Of each group, the first options that fit are the cure."""
-        machine, smallest = self.machine, self.asked[-1]
-        fewest = min(n for n, *_ in CANDIDATES) if machine.device == "cuda" else FEW_SLOTS
-        if not self.resumed and smallest.slots > fewest:  # a resumed run keeps its slots and rows
-            yield iter([(f"--slots {fewest}", replace(self, asked=(replace(smallest, slots=fewest),)))])
-        if not self.resumed:
-            halves = (self.work.tokens >> i for i in range(1, self.work.tokens.bit_length()))
-            yield (
-                (f"--row-length {n} (and --max-length no longer)", replace(self, work=self.work.resized(n)))
-                for n in halves
-                if n >= MIN_TOKENS
+        machine, smallest, ways = self.machine, self.asked[-1], []  # of each way, the first change that fits is named
+        if not self.resumed:  # a resumed run keeps its slots and rows
+            fewest = min(n for n, *_ in CANDIDATES) if machine.device == "cuda" else FEW_SLOTS
+            ways.append({f"--slots {fewest}": dict(asked=(replace(smallest, slots=min(fewest, smallest.slots)),))})
+            halves = [n for i in range(1, 64) if (n := self.work.tokens >> i) >= MIN_TOKENS]
+            ways.append(
+                {f"--row-length {n} (and --max-length no longer)": dict(work=self.work.resized(n)) for n in halves}
             )
         if machine.apart:
-            yield (
-                (f"--target-gpus {n} --shard-target", replace(self, machine=replace(machine, apart=n, split=True)))
-                for n in range(max(machine.apart, 2), machine.ranks)
-            )
-        elif machine.device == "cuda":
-            yield (
-                (
-                    "--shard-target" if n == machine.ranks else f"--gpus {n} --shard-target",
-                    replace(self, machine=replace(machine, ranks=n, split=True)),
-                )
-                for n in (machine.ranks, *MORE_GPUS)
-                if n >= max(machine.ranks, 2)
-            )
+            counts = range(max(machine.apart, 2), machine.ranks)
+            split = {f"--target-gpus {n} --shard-target": replace(machine, apart=n, split=True) for n in counts}
+        else:
+            gpus = {n: f"--gpus {n} --shard-target" for n in MORE_GPUS if n > machine.ranks}
+            gpus = {machine.ranks: "--shard-target"} | gpus if machine.ranks > 1 else gpus
+            split = {words: replace(machine, ranks=n, split=True) for n, words in gpus.items()}
+        if machine.device == "cuda" or machine.apart:
+            ways.append({words: dict(machine=changed) for words, changed in split.items()})
+        firsts = (next((words for words in way if replace(self, **way[words]).fits_memory), None) for way in ways)
+        return [words for words in firsts if words]
 
 
-def make_work(rows: Rows, schedule: Schedule, trains: int) -> Work:
-    """What one of a number of ranks that train computes in a step, by the rows of the first epoch that need the most
-    memory."""
-    objective, trained = schedule.objective, []
+def heaviest_slots(rows: Rows, objective: Objective) -> tuple[int, ...]:
+    """The number of slots trained at each step of the row of the first epoch that needs the most memory."""
+    trained = []
     for row in rows.heaviest():
         live = row.live(objective.depth)
         slots = objective.drop.keep(row, live, "") if objective.drop else live
         trained.append(tuple(t.numel() for t in slots))
-    return Work(rows.row_length, max(trained, key=sum), rows.longest(), -(-schedule.rows_per_step // trains))
+    return max(trained, key=sum)
 
 
 def print_plan(plan: Plan, printer: ResultPrinter) -> None:
     """Prints what each rank would hold, whether memory and disk suffice, and the steps."""
-    machine, sizes = plan.machine, plan.sizes
-    parameters = sum(p.numel() for p in sizes.draft.parameters())
-    frozen = f", of which {sizes.trained:,} are trained" if sizes.trained < parameters else ""
-    dtype = str(sizes.target.dtype).removeprefix("torch.")
+    machine, work = plan.machine, plan.work
+    parameters = sum(p.numel() for p in work.draft.parameters())
+    frozen = f", of which {work.trained:,} are trained" if work.trained < parameters else ""
+    dtype = str(work.draft.dtype).removeprefix("torch.")
     printer.print(f"The draft has {parameters:,} parameters{frozen}, in {dtype}.")
     _print_memory(_each(machine, machine.trains) + " training the draft" * (machine.apart > 0), plan.memory, printer)
     if machine.apart:
@@ -137,13 +121,13 @@ def print_plan(plan: Plan, printer: ResultPrinter) -> None:
     printer.print(_memory_verdict(plan))
     if machine.target_shares > 1:
         reader = machine.trains if machine.apart else 0
-        whole = format_size(sizes.weights.whole)
+        whole = format_bytes(work.weights.whole)
         printer.print(f"Rank {reader} reads the whole target into host memory before it is split: {whole}.")
-    needed, free = plan.disk
+    needed, free = map(format_bytes, plan.disk)
+    fits, cure = ("fits", "") if plan.fits_disk else ("does not fit", "; choose another --out")
     printer.print(
-        f"Disk: {'fits' if needed <= free else 'does not fit'}, {format_size(needed)} of the {format_size(free)} that "
-        f"are free where {plan.directory.path} is, for the draft and the checkpoint, each twice while a new one "
-        f"replaces it{'.' if needed <= free else '; choose another --out.'}"
+        f"Disk: {fits}, {needed} of the {free} that are free where {plan.directory.path} is, for the draft and the "
+        f"checkpoint, each twice while a new one replaces it{cure}."
     )
     printer.print(_steps(plan))
     if not machine.there:
@@ -158,8 +142,8 @@ def _each(machine: Machine, n: int) -> str:
 
 
 def _print_memory(where: str, parts: dict[str, int], printer: ResultPrinter) -> None:
-    amounts = [(name, format_size(count)) for name, count in parts.items()]
-    printer.amounts(f"memory of {where}", [*amounts, ("together", format_size(sum(parts.values())))])
+    amounts = [(name, format_bytes(count)) for name, count in parts.items()]
+    printer.amounts(f"memory of {where}", [*amounts, ("together", format_bytes(sum(parts.values())))])
 
 
 def _memory_verdict(plan: Plan) -> str:
@@ -168,10 +152,10 @@ def _memory_verdict(plan: Plan) -> str:
         ", recomputing the MLP's activations" if impl.recompute else ""
     )
     reserve = f" ({1 - USABLE_FRACTION:.0%} must stay free)" if machine.usable < machine.memory else ""
-    taken = format_size(sum(plan.memory.values()))
+    taken = format_bytes(sum(plan.memory.values()))
     if plan.target_memory:
-        taken += f", and {format_size(sum(plan.target_memory.values()))} with the target,"
-    text = f"with {how}, {taken} of {format_size(machine.memory)}{reserve}"
+        taken += f", and {format_bytes(sum(plan.target_memory.values()))} with the target,"
+    text = f"with {how}, {taken} of {format_bytes(machine.memory)}{reserve}"
     if plan.fits_memory:
         return f"Memory: fits {text}."
     cures = plan.cures()
@@ -190,11 +174,6 @@ def _steps(plan: Plan) -> str:
         f"tokens of the data; {format_count(schedule.steps, 'step')} of "
         f"{format_count(schedule.rows_per_step, 'row')}{each}, lr {schedule.lr:.2g}{left}."
     )
-
-
-def format_size(count: int) -> str:
-    """A number of bytes in GiB, or in MiB if it is small."""
-    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
 def format_count(n: int, what: str) -> str:

@@ -65,8 +65,11 @@ def _naming_command(run: TrainingRun) -> Iterator[None]:
 
 
 def disk_space(directory: RunDirectory, draft: Draft, optimizer: str) -> tuple[int, int]:
-    """The bytes that a run still writes to its directory, and the free bytes of that disk. `optimizer` is the `kind`
-    of the optimizer. Draft and checkpoint count twice, as a new one is complete before the old one is removed."""
+    """The bytes that a run still writes to its directory, and the free bytes of the directory's disk.
+
+    `optimizer` is the optimizer's `kind`. Draft and checkpoint count twice, since a new copy is complete before the old
+    copy is removed.
+    """
     weights = SAVE_DTYPE.itemsize * sum(p.numel() for p in draft.parameters())
     files = (file for path in (directory.draft, directory.checkpoint) for file in path.rglob("*") if file.is_file())
     needed = 2 * (2 * weights + state_bytes(draft, optimizer)) - sum(file.stat().st_size for file in files)
