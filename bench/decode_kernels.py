@@ -10,7 +10,8 @@ which this GPU copies as many (read and written) bytes of a large tensor. B is t
 rows of each, and M = B S. The new rows are a chain ("attention") or a random tree ("tree"), whose mask is packed once a
 pass ("mask"). "level" and "best" are the growth of dynamic trees that are LIKELIEST wide and LEVELS deep, "fresh" the
 rows of the draft's first pass, "place" and "accept" where S nodes of trees go and which are accepted. On a CPU, the
-definitions run, without a graph.
+definitions run, without a graph. "expert" is the mixture of a --shape that has one; its calls read the weights of
+CALLS / 4 layers.
 
 `--sweep attention` times chains and trees with many tiles (`fledge/kernels/tree_attention/tiles.py`), which processes
 compile to Triton's cache first. It prints the best of each case beside those that the code chooses, and records all.
@@ -28,7 +29,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from common import SHAPES, seconds
+from common import MIXTURES, SHAPES, seconds
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling
@@ -37,6 +38,8 @@ from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.acceptance import accept_own
 from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
 from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
+from fledge.kernels.experts import experts, route
+from fledge.kernels.few_rows import norm_linear
 from fledge.kernels.fresh_rows import fresh_rows
 from fledge.kernels.likeliest import likeliest
 from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
@@ -49,7 +52,7 @@ CALLS = 32
 MOST_SHARED = 227 * 1024  # bytes of shared memory of a block on an H200
 CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
 ROWS = 1, 8, 60
-LIKELIEST, LEVELS = 10, 8
+LIKELIEST, LEVELS, EPS = 10, 8, 1e-5
 
 
 def main() -> None:
@@ -79,8 +82,10 @@ def main() -> None:
     cases += [(make, 1, M, None) for make in rows for M in ROWS]
     cases += [(make, B, S, None) for make in (level_calls, best_calls, place_calls, accept_calls) for B, S in TREES]
     cases += [(fresh_calls, B, LEVELS, None) for B in (1, 8)]
+    cases += [(expert_calls, 1, M, None) for M in ROWS if options.shape in MIXTURES]
+    shape = SHAPES[options.shape] | MIXTURES.get(options.shape, {})
     for make, B, S, length in cases:
-        calls, moved = make(SHAPES[options.shape], B, S, length)
+        calls, moved = make(shape, B, S, length)
         us = 1e6 * seconds_per_call(calls, options.device, options.repeats)
         row = {"kernel": make.__name__.removesuffix("_calls"), "B": B, "S": S, "length": length}
         row |= {"us": us, "bytes": moved, "move_us": 1e6 * moved / rate}
@@ -220,7 +225,7 @@ def norm_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
     calls = []
     for _ in range(CALLS):
         x, residual, weight = torch.randn(M, E), torch.randn(M, E), torch.ones(E)
-        calls.append(lambda x=x, residual=residual, weight=weight: add_rms_norm(x, residual, weight, 1e-5))
+        calls.append(lambda x=x, residual=residual, weight=weight: add_rms_norm(x, residual, weight, EPS))
     return calls, 2 * (4 * M * E + E)
 
 
@@ -238,6 +243,23 @@ def rope_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
 def activation_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], Tensor]], int]:
     M, F = B * S, shape["intermediate_size"]
     return [lambda x=torch.randn(M, 2 * F): silu_mul_fused(x) for _ in range(CALLS)], 2 * 3 * M * F
+
+
+def expert_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], Tensor]], int]:
+    """A mixture of experts: router, choice, products and sum. The bytes are those of the experts that rows choose."""
+    M, E, X, F = B * S, shape["hidden_size"], shape["num_experts"], shape["moe_intermediate_size"]
+    x, gain, chosen, calls = torch.randn(M, E), torch.ones(E), shape["num_experts_per_tok"], []
+    for _ in range(CALLS // 4):  # of Qwen3-30B-A3B, a layer has 1.2 GB
+        router, gate_up, down = (torch.randn(*size) * 0.02 for size in ((X, E), (X, 2 * F, E), (X, E, F)))
+
+        def call(router: Tensor = router, gate_up: Tensor = gate_up, down: Tensor = down) -> Tensor:
+            routing = route(norm_linear(x, gain, EPS, router), chosen, True)
+            return experts(x, gain, EPS, routing, gate_up, down, x)
+
+        calls.append(call)
+    ends = route(norm_linear(x, gain, EPS, router), chosen, True).end_X.tolist()
+    read = sum(end > begin for begin, end in zip([0, *ends], ends, strict=False))
+    return calls, read * 2 * 3 * E * F
 
 
 def likeliest_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:

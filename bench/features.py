@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, random_draft, seconds
-from random_features import write_random_features
+from common import SHAPES, random_draft, seconds, write_random_features
 
 from fledge.config import DraftConfig
 from fledge.data.dataset import Rows

@@ -8,8 +8,8 @@ Each stage is a command of its own, which writes its record OUT/STAGE.json (thos
 output goes to OUT/log.txt. A stage that fails does not end the others. One that would exceed the time that is left is
 not started, and one that takes twice its estimate is ended. The table at the end, also in OUT/stages.json, has each
 stage's seconds and exit code. Stages about a trained draft use the one that `draft` trains, unless --draft names
-another; `vllm` and `sglang` use those of `drafts`. On a machine to which the sources were copied without their
-repository, FLEDGE_COMMIT=COMMIT names what the records are of.
+another; `vllm` and `sglang` use the drafts of `draft_eagle1` and the like. On a machine to which the sources were
+copied without their repository, FLEDGE_COMMIT=COMMIT names what the records are of.
 """
 
 import argparse
@@ -49,6 +49,15 @@ LIMITS = {  # of the memory of one of the engines that start together
 }
 
 
+def trained(method: str) -> Stage:
+    """Trains a draft, which `serving` measures; EAGLE-1 drafts one token at a time over the whole vocabulary."""
+    words = "" if method == "eagle1" else "--depth 7 --draft-vocab 4096 "
+    return Stage(
+        f"-m fledge train --target {{target}} --data {{data}} --method {method} {words}--max-length 512 "
+        f"--row-length 8192 --steps 600 --out {{work}}/drafts/{method}", 60, needs=("target", "data"),
+    )  # fmt: skip
+
+
 def serving(engine: str) -> str:
     drafts = " ".join(f"{method}={{work}}/drafts/{method}/draft" for method in SERVED[engine].split())
     return (
@@ -65,8 +74,7 @@ STAGES = {
     "features": Stage("bench/features.py --device cuda --out {out}", 80),
     "kernels": Stage("bench/decode_kernels.py --out {out}", 60),
     "attention": Stage("bench/decode_kernels.py --sweep attention --lengths 16384 --out {out}", 90),
-    "experts": Stage("bench/experts.py --out {out}", 60),
-    "experts_sweep": Stage("bench/experts.py --sweep --out {out}", 120),
+    "experts": Stage("bench/decode_kernels.py --shape 30b-a3b --out {out}", 60),
     "rounds": Stage("bench/decode.py --out {out}", 120),
     "rounds_16k": Stage(
         "bench/decode.py --context 16384 --case 'chain of 7' --batch 1 --out {out}", 60
@@ -86,10 +94,7 @@ STAGES = {
         "--temperature 0 1 --repeats 7 --out {out}", 400, needs=TRAINED,
     ),
     "served_features": Stage("bench/served_features.py --target {target} --out {out}", 190, needs=("target",)),
-    "drafts": Stage(
-        "bench/drafts.py --target {target} --data {data} --steps 600 --out {work}/drafts", 120,
-        needs=("target", "data"),
-    ),
+    **{f"draft_{method}": trained(method) for method in SERVED["vllm"].split()},
     "vllm": Stage(serving("vllm"), 200, needs=TRAINED),
     "regenerate": Stage(
         "bench/regenerate.py --target {target} --data {data} --out {out} -- " + LIMITS["vllm"], 200,

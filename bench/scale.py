@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SHAPES, peak_tflops, profile
+from common import SHAPES, peak_tflops, profile, write_random_features
 from decode import random_target
-from random_features import write_random_features
 
 from fledge.data.dataset import Rows
 from fledge.eval.environment import environment

@@ -100,7 +100,7 @@ def test_old_runs_and_records_say_what_is_left_out(tmp_path: Path) -> None:
         assert f'id="{missing}-missing"' in page
 
 
-@pytest.mark.parametrize("name", ["demo.json", "draft_modes.json", "before_after_cpu.json", "small_pair.json"])
+@pytest.mark.parametrize("name", ["demo.json", "draft_modes.json", "before_after_cpu.json"])
 def test_committed_records_are_reported(name: str) -> None:
     page = page_of(Path(__file__).parents[1] / "bench" / "results" / name)
     assert {"alpha", "tau-decoded", "speedup"} <= figures(page)

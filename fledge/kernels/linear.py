@@ -14,8 +14,8 @@ from fledge.kernels.processor import is_intel
 
 # Up to this number of rows, W xᵀ is faster than x Wᵀ on a CPU: for x Wᵀ, torch's BLAS library first packs the weights,
 # which takes longer than the product itself. A single row is computed as two, because the matrix-vector product reads
-# the weights more slowly than either. For Intel's own CPUs this library (MKL) has other code, with which x Wᵀ of one to
-# three rows takes as long as reading the weights, and W xᵀ twice as long (bench/small_rows.py).
+# the weights more slowly than either. For Intel's own CPUs this library (MKL) has other code: x Wᵀ of one to three
+# rows took as long as reading the weights on a Xeon, and W xᵀ twice as long.
 FEW_ROWS = 0 if is_intel() else 8
 
 # Training pads the number of rows of its products to a multiple of this. For each new number of rows, cuBLAS selects an

@@ -5,8 +5,8 @@ copied in 16 bits, as float16: half the bytes, for FBGEMM's products, which conv
 float16 has more digits than bfloat16 and fewer exponents, so that the smallest numbers of a bfloat16 matrix are
 rounded; a copy is made only where all this rounding together is less than float32's own, relative to the norm of the
 matrix. Other weights are copied in the layout of oneDNN's products: with PyTorch's layout, a product of a few rows
-takes much longer than reading the weight. `bench/small_rows.py` times both. Where there is a C compiler, all weights
-are copied for the products of `kernels/compiled` instead.
+takes several times as long as reading the weight on an AMD CPU. Where there is a C compiler, all weights are copied for
+the products of `kernels/compiled` instead.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ WIDE = 1024  # outputs of a program that adds the experts of a row
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """The tiles of the two products. `bench/experts.py --sweep` times others."""
+    """The tiles of the two products."""
 
     gate_up: Tiles
     down: Tiles
