@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from fledge.data.dataset import Rows
+from fledge.files import sha256_of
 from fledge.jobs import display as display_module
 from fledge.models.weights import load_draft
 from fledge.targets.compatibility import resolve_layers
@@ -544,18 +546,21 @@ def other_progress(progress: dict[str, Any]) -> dict[str, object]:
 
 
 def test_a_progress_that_training_did_not_write_is_refused(tmp_path, fledge):
-    """In a checkpoint without hashes."""
+    """In a checkpoint of another run, with its hashes."""
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
     assert fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS).code == 0
-    checkpoint = tmp_path / "run" / "checkpoint"
-    (checkpoint / "SHA256SUMS").unlink()
-    file = checkpoint / "progress.json"
+    file, sums = (tmp_path / "run" / "checkpoint" / name for name in ("progress.json", "SHA256SUMS"))
     progress = json.loads(file.read_text())
-    for what, other in other_progress(progress).items():
+
+    def write(other: object) -> None:
         file.write_text(json.dumps(other))
+        sums.write_text(re.sub(r"\w+(?=  progress.json)", sha256_of(file), sums.read_text()))
+
+    for what, other in other_progress(progress).items():
+        write(other)
         ran = fledge("train", "--resume", tmp_path / "run")
         assert ran.code == 2 and "cannot be read (it " in ran.err and "start a new run" in ran.err, (what, ran)
-    file.write_text(json.dumps(progress))
+    write(progress)
     assert fledge("train", "--resume", tmp_path / "run").code == 0
 
 

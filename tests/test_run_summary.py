@@ -73,7 +73,7 @@ def test_a_resumed_run_keeps_its_summary_or_gets_one(made: Path, fledge: Any, tm
     before = (run / "summary.json").read_bytes()
     assert fledge("train", "--resume", run).code == 0
     assert (run / "summary.json").read_bytes() == before
-    (run / "summary.json").unlink()  # as in runs of earlier versions
+    (run / "summary.json").unlink()  # as if the run was killed as it started
     assert fledge("train", "--resume", run).code == 0
     assert set(json.loads((run / "summary.json").read_text())) == set(json.loads(before))
     assert [m["step"] for m in metrics_of(run)] == [1, 2]

@@ -254,7 +254,7 @@ def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
 
 def half_width(r: dict[str, Any]) -> float | None:
     """What τ's 95 % interval has above τ, and as much below it, though no τ is below 1; None without an interval."""
-    interval = r.get("tau_interval")  # reports compare records of any origin
+    interval = r["tau_interval"]
     return interval[1] - r["tau"] if interval else None
 
 

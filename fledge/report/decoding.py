@@ -12,7 +12,6 @@ from fledge.report.training import stacked_bars
 
 LINES = 10  # records that can be told apart in one figure of lines
 INTERVALS = "Whiskers are 95 % intervals over the requests"
-OLDER = "records of earlier versions have not kept it"
 ROUND = {"draft_ms": "draft", "verify_ms": "verification", "overhead_ms": "the rest"}
 
 
@@ -59,7 +58,7 @@ def alpha(records: Sequence[Record]) -> Figure:
     left_out = f" Drawn are the first {LINES} of {len(found)}; the table has all." if len(found) > LINES else ""
     caption = (
         "Share of accepted tokens among those drafted after accepted ones. "
-        + (f"{INTERVALS}. " if any(map(any, spans)) else f"Intervals need the sums of each request; {OLDER}. ")
+        + (f"{INTERVALS}. " if any(map(any, spans)) else "")
         + "A long whisker at the end means that few rounds came so far: do not read it." + left_out
     )  # fmt: skip
     svg = drawing("alpha", plot, height=3.1 + 0.13 * len(drawn))
@@ -137,7 +136,7 @@ def rounds(records: Sequence[Record]) -> Figure:
 
 
 def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[Record]) -> Figure:
-    found = [(r, r.number(key), interval(r, key)) for r in records]
+    found = [(r, r.number(key), r.interval(key)) for r in records]
     found = [(r, y, span) for r, y, span in found if y]
     title = f"{what} of each record" if len(records) > 1 else what
     if not found:
@@ -157,19 +156,9 @@ def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequ
         axes.set_xlabel(axis)
 
     rows = [[r.label, prompt_set(r) or "–", spanned(y, span)] for r, y, span in found]
-    says = f"{INTERVALS}." if any(span for *_, span in found) else f"Intervals need the sums of each request; {OLDER}."
+    says = f"{INTERVALS}." if any(span for *_, span in found) else ""
     svg = drawing(name, plot, height=1.1 + 0.46 * len(found))
     return Figure(name, title, caption.format(says), svg, Table(("record", "prompts", f"{what} [95 %]"), rows))
-
-
-def interval(record: Record, key: str) -> tuple[float, float] | None:
-    """The interval of `tau` or `speedup`: as recorded, or computed from the requests."""
-    from fledge.eval.intervals import speedup_interval, tau_interval
-
-    if recorded := record.interval(key):
-        return recorded
-    compute = {"tau": tau_interval, "speedup": speedup_interval}[key]
-    return compute(record.requests) if record.requests else None
 
 
 def _row_label(record: Record) -> str:
@@ -208,7 +197,7 @@ def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: s
                     x, [r.number(of) for r in rs], marker=MARKERS[i % len(MARKERS)], label=in_legend(group), **style(i)
                 )
                 for r in rs:
-                    if span := interval(r, of):
+                    if span := r.interval(of):
                         axes.plot([r.number(key)] * 2, span, color=SERIES[i % len(SERIES)], linewidth=1.1)
             axes.set_xlabel(axis)
             axes.set_title(label)
@@ -218,8 +207,8 @@ def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: s
             both[0].figure.legend(handles, [in_legend(x, 80) for x in labels], loc="outside upper left", ncols=1)
 
     rows = [
-        [g, f"{r.number(key):.0f}", spanned(r.number("tau"), interval(r, "tau")),
-         spanned(r.number("speedup"), interval(r, "speedup"))]
+        [g, f"{r.number(key):.0f}", spanned(r.number("tau"), r.interval("tau")),
+         spanned(r.number("speedup"), r.interval("speedup"))]
         for g, rs in groups.items() for r in rs
     ]  # fmt: skip
     caption = (

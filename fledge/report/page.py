@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fledge.files import check_output_path, replace_text
-from fledge.report.decoding import decoding_figures, interval
+from fledge.report.decoding import decoding_figures
 from fledge.report.figure import Table, shown, spanned
 from fledge.report.read import Material, Record, Run, mapping, number
 from fledge.report.training import training_figures
@@ -87,9 +87,9 @@ def headline(r: Record) -> dict[str, Any]:
     return {
         "label": r.label,
         "speedup": shown(speed) + "×" * (speed is not None),
-        "speedup_span": _span(interval(r, "speedup"), "×"),
+        "speedup_span": _span(r.interval("speedup"), "×"),
         "tau": shown(tau or None),
-        "tau_span": _span(interval(r, "tau")),
+        "tau_span": _span(r.interval("tau")),
         "identical": identical(r),
         "differs": bool(r.number("different")),
         "what": measured(r),
@@ -175,9 +175,9 @@ def results(records: Sequence[Record]) -> Table | None:
     for r in records:
         amounts = [r.fields.get("mode"), r.fields.get("depth"), r.fields.get("nodes")]
         rows.append([
-            r.label, " ".join(str(x) for x in amounts if x is not None), spanned(r.number("tau"), interval(r, "tau")),
+            r.label, " ".join(str(x) for x in amounts if x is not None), spanned(r.number("tau"), r.interval("tau")),
             shown(r.number("baseline_tokens_per_s"), 0), shown(r.number("tokens_per_s"), 0),
-            spanned(r.number("speedup"), interval(r, "speedup")), identical(r),
+            spanned(r.number("speedup"), r.interval("speedup")), identical(r),
         ])  # fmt: skip
     return Table(
         ("record", "drafting", "τ [95 %]", "tokens/s alone", "with draft", "speedup [95 %]", "identical"), rows

@@ -1,5 +1,5 @@
-"""Reads what `fledge train` and `fledge eval` have written. Fields that a file lacks, or that have another type, count
-as not recorded."""
+"""Reads what `fledge train` and `fledge eval` have written. Fields that a record lacks, or that have another type,
+count as not recorded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from fledge.json_text import parse_json
 
 MAX_BYTES = 2**28  # a larger JSON file is no record
 REQUIRED = {"tau", "alpha"}  # of every record of an evaluation
+METRICS = {  # of every step of a run
+    "step", "loss", "accept", "lr", "grad_norm", "tokens", "supervised", "room", "parts", "seconds", "tokens_per_s",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def read_run(path: Path, notes: list[str]) -> Run:
         if not line.strip():
             continue
         value = _parsed(line)
-        if isinstance(value, dict) and isinstance(value.get("step"), int):
+        if isinstance(value, dict) and value.keys() >= METRICS and isinstance(value["step"], int):
             steps.append(value)
         else:
             bad += 1

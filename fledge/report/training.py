@@ -14,7 +14,6 @@ PARTS = {
     "eval": "measuring τ",
 }  # fmt: skip
 SHARES = ("supervised_share", "filled")  # drawn from 0 to 1
-OLDER = "runs of earlier versions have not recorded it"
 
 
 def training_figures(runs: Sequence[Run]) -> list[Figure]:
@@ -48,8 +47,6 @@ def tau(runs: Sequence[Run]) -> Figure:
         elif len(y) > 1:
             end = f"; decoded, it is {decoded[0]:.2f}" if decoded else ""
             title = f"Simulated τ {_moved(y[min(smoothing_window(len(y)), len(y)) - 1], y[-1])}{end}"
-    if not any(run.series(keys[run.name])[1] or run.series("eval_tau")[1] for run in runs):
-        return Figure("tau", title, missing=f"It needs τ in metrics.jsonl; {OLDER}.")
 
     def plot(axes) -> None:
         for i, run in enumerate(runs):
@@ -80,10 +77,6 @@ def tau(runs: Sequence[Run]) -> Figure:
 def acceptance(runs: Sequence[Run]) -> Figure:
     """Acceptance by position: all positions of one run, or the first position of several."""
     data = {run.name: run.columns("accept") for run in runs}
-    if not any(rows for _, rows in data.values()):
-        return Figure(
-            "acceptance", "Acceptance by position over training", missing=f"It needs the acceptance of steps; {OLDER}."
-        )
 
     def plot(axes) -> None:
         for i, (name, (steps, rows)) in enumerate(data.items()):
@@ -145,18 +138,14 @@ def packing(runs: Sequence[Run]) -> Figure:
         "--row-length."
     )
     panels = (("supervised_share", "supervised / tokens", 3), ("filled", "tokens / room", 3))
-    return _lines("packing", title, caption, shares, panels, height=4.2, needs="tokens, room and supervised tokens")
+    return _lines("packing", title, caption, shares, panels, height=4.2)
 
 
 def step_parts(runs: Sequence[Run]) -> Figure:
     """The mean time of a step by part."""
-    means = {run.name: found for run in runs if (found := _mean_parts(run))}
-    if not means:
-        return Figure(
-            "step-parts", "Time of a step by part", missing=f"It needs the seconds of steps by part; {OLDER}."
-        )
+    means = {run.name: _mean_parts(run) for run in runs}
     title = "Time of a step by part"
-    if len(runs) == len(means) == 1:
+    if len(runs) == 1:
         found = next(iter(means.values()))
         largest = max(found, key=found.__getitem__)
         title = f"{found[largest] / max(sum(found.values()), 1e-12):.0%} of a step's time goes to: {PARTS[largest]}"
@@ -193,12 +182,9 @@ def speed(runs: Sequence[Run]) -> Figure:
 
 
 def _lines(
-    name: str, title: str, caption: str, runs: Sequence[Run], panels: Sequence[tuple[str, str, int]], *, height: float,
-    needs: str = "",
+    name: str, title: str, caption: str, runs: Sequence[Run], panels: Sequence[tuple[str, str, int]], *, height: float
 ) -> Figure:  # fmt: skip
     """A figure with a smoothed line for each run, and a panel for each of (key, axis label, digits)."""
-    if not any(run.series(key)[1] for run in runs for key, _, _ in panels):
-        return Figure(name, title, missing=f"It needs {needs or panels[0][1]} in metrics.jsonl; {OLDER}.")
 
     def plot(*all_axes) -> None:
         for axes, (key, label, _) in zip(all_axes, panels, strict=True):

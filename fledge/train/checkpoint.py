@@ -199,8 +199,7 @@ class RunDirectory:
     def load_progress(self) -> dict[str, Any] | None:
         """The `progress` of the last complete checkpoint; None if there is none yet.
 
-        Raises ValueError if a file's hash is wrong (checkpoints of earlier versions have no hashes), or if it is not a
-        JSON object.
+        Raises ValueError if a file is missing or its hash is wrong, and if there are no hashes.
         """
         return read_consistent(self.checkpoint, self._progress)
 
@@ -228,20 +227,14 @@ class RunDirectory:
         if not checkpoint.exists():
             return None
         self._check_sums(checkpoint)
-        try:
-            progress = read_json(checkpoint / PROGRESS)
-        except (OSError, ValueError) as e:
-            raise self.damage_error(type(e).__name__, PROGRESS) from e
-        if not isinstance(progress, dict):
-            raise self.damage_error(f"it holds a {type(progress).__name__}", PROGRESS)
-        return progress
+        return read_json(checkpoint / PROGRESS)
 
     def _check_sums(self, checkpoint: Path) -> None:
-        if not (checkpoint / SUMS).exists():
-            return
+        if not (checkpoint / SUMS).is_file():
+            raise self.damage_error("it is missing", SUMS)
         recorded = [line.split("  ") for line in (checkpoint / SUMS).read_text(errors="replace").splitlines()]
         if not recorded or not all(len(line) == 2 and re.fullmatch("[0-9a-f]{64}", line[0]) for line in recorded):
-            raise ValueError(f"{checkpoint / SUMS} is damaged; start a new run")
+            raise self.damage_error("it holds no hashes", SUMS)
         for known, name in recorded:
             if not (checkpoint / name).is_file():
                 raise self.damage_error("it is missing", name)
@@ -250,7 +243,7 @@ class RunDirectory:
 
     def damage_error(self, why: str, name: str = STATE) -> ValueError:
         """The error to raise for a file of the checkpoint from which training cannot continue."""
-        state = name.startswith(STATE) or name == PROGRESS
+        state = name.startswith(STATE) or name in (PROGRESS, SUMS)
         remedy = f"; --init-from {self.checkpoint} starts it with the saved weights" if state else ""
         return ValueError(f"{self.checkpoint / name} cannot be read ({why}); it is damaged, start a new run{remedy}")
 
