@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from fledge.kernels import few_rows
 from fledge.kernels.few_rows import (
     FEW_ROWS,
     MOST_ROWS,
-    definition,
     linear_add,
     linear_add_norm,
     norm_linear,
@@ -257,8 +257,8 @@ def test_the_norm_of_many_rows_on_a_gpu_is_one_kernel(monkeypatch) -> None:
         called.append(tuple(x_ME.shape))
         return x_ME, x_ME
 
-    monkeypatch.setattr(definition, "add_rms_norm", fused)
-    monkeypatch.setattr(definition, "silu_mul_fused", lambda gate_up: gate_up.chunk(2, -1)[0])
+    monkeypatch.setattr(few_rows, "add_rms_norm", fused)
+    monkeypatch.setattr(few_rows, "silu_mul_fused", lambda gate_up: gate_up.chunk(2, -1)[0])
     with FakeTensorMode():  # shapes and devices without values: no GPU is needed
         shapes = (128, 32), (32,), (48, 32), (32, 32)
         x, gain, weight, square = (torch.empty(*shape, device="cuda") for shape in shapes)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from fledge.config import RopeConfig
 from fledge.kernels import linear
-from fledge.kernels.gradients import GradientSums
+from fledge.kernels.gradients import GradientSums, take_rows
 from fledge.kernels.loss import KINDS
 from fledge.kernels.mlp import swiglu, swiglu_reference
 from fledge.kernels.rope import apply_rope
-from fledge.kernels.rows import take_rows
 from fledge.kernels.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.models.draft import Draft
 from fledge.models.layers import Compute, Rotary

@@ -243,7 +243,7 @@ def test_freed_memory_is_kept(kept: bool) -> None:
     """With `retain_freed_memory`, a freed block is reused with its pages; without it, each page faults again."""
     script = """
 import resource
-from fledge.train.heap import retain_freed_memory
+from fledge.jobs.training.target import retain_freed_memory
 assert KEPT is False or retain_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 block = lambda: len(b"x" * (1 << 26))

@@ -135,7 +135,6 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "jobs/evaluate_endpoint.py": ("eval",),
     "engines/client.py": ("regenerate", "eval"),
     "eval/endpoint.py": ("eval",),
-    "eval/prompt_sets.py": ("eval",),
     "eval/prompts.py": ("eval",),
     "address.py": ("eval", "features", "regenerate"),
     "data/dataset.py": ("train",),

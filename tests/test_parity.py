@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.data.pack import make_row
-from fledge.kernels.ttt_attention import OwnSteps, Queries, definition
+from fledge.kernels import ttt_attention
+from fledge.kernels.ttt_attention import OwnSteps, Queries
 from fledge.models.draft import Draft
 from fledge.models.draft_decoder import DraftDecoder
 from fledge.targets import transformers as transformers_target
@@ -379,9 +380,9 @@ REPLACED = [
     (objective, "teacher_rows", teacher_a_token_early, "llama"),
     (Packed, "live", live_a_token_longer, "llama"),
     (Packed, "live", live_a_token_shorter, "llama"),
-    (definition, "visible", sees_one_more, "llama"),
-    (definition, "visible", does_not_see_itself, "two layers"),
-    (definition, "visible", sees_other_documents, "llama"),
+    (ttt_attention, "visible", sees_one_more, "llama"),
+    (ttt_attention, "visible", does_not_see_itself, "two layers"),
+    (ttt_attention, "visible", sees_other_documents, "llama"),
     (objective, "plan_steps", past_shrinks_with_k, "llama"),
     (objective, "plan_steps", masks_at_one_position, "p-eagle"),
 ]

@@ -11,8 +11,7 @@ import pytest
 
 from fledge.data.presets import PRESETS, shadowed_presets
 from fledge.data.read import check_source, read_records, with_columns
-from fledge.eval.prompt_sets import DEFAULT_PROMPTS, PROMPT_SETS
-from fledge.eval.prompts import read_prompts
+from fledge.eval.prompts import DEFAULT_PROMPTS, PROMPT_SETS, read_prompts
 from fledge.jobs.evaluate import EvalOptions
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.options import option_fields

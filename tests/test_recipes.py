@@ -18,9 +18,8 @@ from fledge.data.modes import ModeWarning
 from fledge.data.pack import make_row
 from fledge.data.template import ChatTemplate
 from fledge.jobs.training.options import TrainOptions
-from fledge.jobs.training.packaged import RECIPES, recipe_names
 from fledge.jobs.training.recipe import resolve
-from fledge.jobs.training.recipe_file import with_config
+from fledge.jobs.training.recipe_file import RECIPES, recipe_names, with_config
 from fledge.models.weights import read_draft_config
 from fledge.targets.loading import load_target
 from fledge.types import Document

@@ -11,7 +11,7 @@ import pytest
 from fledge.jobs.report import ReportOptions, report_file, report_run, run
 from fledge.report.page import render
 from fledge.report.read import read
-from fledge.report.series import smoothed, thinned
+from fledge.report.training import smoothed, thinned
 from support.reports import record, sweep, write_records, write_run
 
 pytestmark = pytest.mark.usefixtures("drawing")

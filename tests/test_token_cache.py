@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.data import content, documents, token_cache, token_store, tokenize
+from fledge.data import documents, token_cache, token_store, tokenize
 from fledge.data.dataset import EpochRows, Rows
 from fledge.data.documents import DocumentTable, TokenFile, fingerprint
 from fledge.data.pack import pack, windows
@@ -253,21 +253,21 @@ def test_a_data_set_of_the_hub_is_known_by_its_fingerprint(tmp_path: Path, monke
 
 def test_an_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file's hash is remembered, unless the file is so new that another change could leave its times as they are."""
-    chats, hashed, digest = tiny_chats(tmp_path / "chats.jsonl", 5), [], content.hashlib.file_digest
-    monkeypatch.setattr(content.hashlib, "file_digest", lambda f, kind: hashed.append(f.name) or digest(f, kind))
+    chats, hashed, digest = tiny_chats(tmp_path / "chats.jsonl", 5), [], token_cache.hashlib.file_digest
+    monkeypatch.setattr(token_cache.hashlib, "file_digest", lambda f, kind: hashed.append(f.name) or digest(f, kind))
     memory = tmp_path / "memory"
-    first = content.content_sha256(chats, memory)
-    assert content.content_sha256(chats, memory) == first and len(hashed) == 2 and not memory.exists()
+    first = token_cache.content_sha256(chats, memory)
+    assert token_cache.content_sha256(chats, memory) == first and len(hashed) == 2 and not memory.exists()
     now = time.time_ns()
-    monkeypatch.setattr(content.time, "time_ns", lambda: now + 3 * content.SETTLED_NS)
-    assert [content.content_sha256(chats, memory) for _ in range(3)] == [first] * 3 and len(hashed) == 3
+    monkeypatch.setattr(token_cache.time, "time_ns", lambda: now + 3 * token_cache.SETTLED_NS)
+    assert [token_cache.content_sha256(chats, memory) for _ in range(3)] == [first] * 3 and len(hashed) == 3
     times = chats.stat()
     chats.write_text(chats.read_text().replace("bird", "wing", 1))
     os.utime(chats, ns=(times.st_atime_ns, times.st_mtime_ns))  # a change that keeps size and time
-    assert content.content_sha256(chats, memory) != first
+    assert token_cache.content_sha256(chats, memory) != first
     (note,) = memory.iterdir()
     note.write_text("{")
-    assert content.content_sha256(chats, memory) != first and len(hashed) == 5
+    assert token_cache.content_sha256(chats, memory) != first and len(hashed) == 5
 
 
 # -- damage, killed writers, several processes ------------------------------------------------------------------------
@@ -325,9 +325,9 @@ def test_training_does_not_read_changed_tokens(tmp_path: Path, fledge) -> None:
 def test_an_unchanged_cache_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request, job, read = asked(tiny_chats(tmp_path / "chats.jsonl", 30)), Job(tmp_path / "c"), []
     job.load(request)
-    now, sha256_of = time.time_ns(), content.sha256_of
-    monkeypatch.setattr(content.time, "time_ns", lambda: now + 3 * content.SETTLED_NS)
-    monkeypatch.setattr(content, "sha256_of", lambda file: read.append(file.name) or sha256_of(file))
+    now, sha256_of = time.time_ns(), token_cache.sha256_of
+    monkeypatch.setattr(token_cache.time, "time_ns", lambda: now + 3 * token_cache.SETTLED_NS)
+    monkeypatch.setattr(token_cache, "sha256_of", lambda file: read.append(file.name) or sha256_of(file))
     job.load(request)
     assert {"tokens.bin", "spans.bin"} < set(read)
     read.clear()

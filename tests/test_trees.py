@@ -17,8 +17,8 @@ from fledge.decode import shapes, sources
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.decode.state import RoundState
-from fledge.kernels import acceptance
-from fledge.kernels.dynamic_tree import Candidates, definition
+from fledge.kernels import acceptance, dynamic_tree
+from fledge.kernels.dynamic_tree import Candidates
 from fledge.kernels.fresh_rows import FreshRows
 from fledge.kernels.tree_attention import Visible
 from fledge.models.draft import Draft
@@ -504,8 +504,8 @@ DRAFTING = [
     (TreeRows, "__init__", see_uncles),
     (sources, "fresh_rows", a_level_too_deep),
     (DraftDecoder, "step", read_the_first_ones_state),
-    (definition, "cumulative_scores", forget_the_score_so_far),
-    (definition, "_own_bits", see_cousins),
+    (dynamic_tree, "cumulative_scores", forget_the_score_so_far),
+    (dynamic_tree, "_own_bits", see_cousins),
 ]
 
 

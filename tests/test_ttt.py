@@ -23,8 +23,7 @@ from fledge.kernels.loss import (
     definition,
     loss_and_gradients,
 )
-from fledge.kernels.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference
-from fledge.kernels.ttt_attention.definition import visible
+from fledge.kernels.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
 from fledge.models.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective

@@ -8,6 +8,7 @@ whenever the data is read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +25,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fledge.data.content import content_sha256, stamp
 from fledge.data.dataset import DataReport, make_documents
 from fledge.data.documents import DocumentTable, Summary, TokenCounts, TokenFile, fingerprint
 from fledge.data.read import SourceReader
@@ -36,16 +36,26 @@ from fledge.data.template import ChatTemplate
 from fledge.data.token_store import SPANS, TOKENS, TokenStore
 from fledge.data.tokenize import default_workers
 from fledge.data.vocab import count_tokens
-from fledge.files import InUse, disk_full_errno, exclusive_lock, replace_directory, sha256_of, sibling_path
+from fledge.files import (
+    InUse,
+    disk_full_errno,
+    exclusive_lock,
+    replace_directory,
+    replace_text,
+    sha256_of,
+    sibling_path,
+)
 from fledge.json_text import read_json
 
 MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"
 FILES = (MANIFEST, TABLE, TOKENS, SPANS)
 POLL_SECONDS = 0.2  # between two looks at whether another process has made the data
+SETTLED_NS = 2_000_000_000  # a file that changed so recently may change again within a tick of its file system's clock
 
 Say = Callable[[str], None]
 Count = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
+Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -325,3 +335,33 @@ def _without_name(text: str, names: Sequence[str]) -> tuple[int, str]:
 def _with_name(split: tuple[int, str], names: Sequence[str]) -> str:
     i, rest = split
     return names[i] + rest if i >= 0 else rest
+
+
+# -- hashes of data files ---------------------------------------------------------------------------------------------
+
+
+def stamp(file: Path) -> Stamp:
+    """Size and times (in nanoseconds) of the last change of a file's content and metadata."""
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def content_sha256(file: Path, memory: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal.
+
+    It is remembered in the directory `memory`, and used again as long as the file's `stamp` is the same. If the
+    directory cannot be written, it is computed each time.
+    """
+    path = os.path.realpath(file)
+    note = memory / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    now = stamp(file)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        known = read_json(note)
+        if (known["path"], tuple(known["stamp"])) == (path, now):
+            return known["sha256"]
+    sha256 = sha256_of(file)
+    if stamp(file) == now and time.time_ns() - max(now[1:]) > SETTLED_NS:
+        with contextlib.suppress(OSError):
+            memory.mkdir(parents=True, exist_ok=True)
+            replace_text(note, json.dumps({"path": path, "stamp": now, "sha256": sha256}) + "\n")
+    return sha256

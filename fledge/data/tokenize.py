@@ -1,6 +1,6 @@
 """Tokenizing records: batches of records become arrays, in this process or in several worker processes.
 
-Workers are programs of their own (`fledge.data.worker`) that talk through pipes. They are not forked, since
+Workers are programs of their own (`work`) that talk through pipes. They are not forked, since
 a copy of a process with threads can deadlock; they do not import the user's script again, as the processes of
 `multiprocessing` do; and they end by themselves when the process that started them is gone, even if it was killed.
 """
@@ -196,8 +196,8 @@ class _Worker:
         # a worker computes nothing on a GPU, and threads of several workers would compete for the cores
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fledge.data.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, **environment},
+            [sys.executable, "-P", "-c", "from fledge.data.tokenize import work; work()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, **environment},
             process_group=0,  # Ctrl-C on the terminal reaches the process that started it, which then stops it
         )  # fmt: skip
         self.startup: bytes | None = startup
@@ -225,3 +225,26 @@ class _Worker:
         self.process.wait()
         with contextlib.suppress(OSError):  # what is left in the buffer cannot be written
             self.process.stdin.close()
+
+
+def work() -> None:
+    """Reads the settings and then batches of records from standard input, until it ends, and answers each batch on
+    standard output: with the result, or with the error message of a record that was refused."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get into the answers
+    settings: Settings = pickle.load(sys.stdin.buffer)
+    while True:
+        try:
+            records = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer: Batch | str
+        try:
+            answer = tokenize(records, settings)
+        except ValueError as e:
+            answer = str(e)
+        try:
+            pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
+            answers.flush()
+        except BrokenPipeError:  # the process that asked is gone
+            os._exit(0)

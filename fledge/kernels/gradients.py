@@ -1,4 +1,4 @@
-"""Accumulation of weight gradients over the chunks and TTT steps of one training row."""
+"""Gradients of training: sums of weight gradients over the chunks and TTT steps of a row, and gathering of rows."""
 
 from __future__ import annotations
 
@@ -107,3 +107,27 @@ class GradientSums:
         if self.head is not None:
             total = self.head_sum.total()
             self.head.grad = total.to(self.head.dtype) if self.head.grad is None else self.head.grad.add_(total)
+
+
+def take_rows(x_NE: Tensor, rows_P: Tensor, distinct: int) -> Tensor:
+    """x[rows_P], shape [P, E], with a backward pass that needs no atomic additions.
+
+    The first `distinct` entries of `rows_P` must be different from each other, and the gradients of the remaining
+    entries are ignored. The backward pass therefore scatters rows without summing any.
+    """
+    return _TakeRows.apply(x_NE, rows_P, distinct)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, distinct):
+        ctx.save_for_backward(rows)
+        ctx.shape, ctx.distinct = x.shape, distinct
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (rows,) = ctx.saved_tensors
+        dx = dy.new_zeros(ctx.shape)
+        dx[rows[: ctx.distinct]] = dy[: ctx.distinct]
+        return dx, None, None

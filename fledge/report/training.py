@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from fledge.report.draw import MARKERS, SERIES, bars_from_left, depth_color, drawing, in_legend, legend, style
 from fledge.report.figure import Figure, Table, shown
 from fledge.report.read import Run, mapping, number
-from fledge.report.series import sampled_rows, smoothed, smoothing_window, thinned
 
 PARTS = {
     "data": "waiting for data", "target": "target", "draft": "draft", "optimizer": "optimizer", "save": "saving",
     "eval": "measuring τ",
 }  # fmt: skip
 SHARES = ("supervised_share", "filled")  # drawn from 0 to 1
+POINTS = 600  # of a line on the page; more cannot be told apart
 
 
 def training_figures(runs: Sequence[Run]) -> list[Figure]:
@@ -210,6 +212,36 @@ def _lines(
     ]
     svg = drawing(name, plot, panels=len(panels), height=height + 0.1 * len(runs))
     return Figure(name, title, caption, svg, Table(("run", "of", "step", "value"), rows))
+
+
+def smoothing_window(steps: int) -> int:
+    """The number of steps that a smoothed line is the mean of."""
+    return max(1, steps // 20)
+
+
+def smoothed(y: Sequence[float]) -> list[float]:
+    """The mean of the `smoothing_window` values up to each one; of fewer at the start."""
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    ends = np.arange(1, len(y) + 1)
+    starts = np.maximum(0, ends - smoothing_window(len(y)))
+    return ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
+
+
+def thinned(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:
+    """At most about `points` of a series: the smallest and the largest of each of points / 2 equal parts."""
+    if len(x) <= points:
+        return list(x), list(y)
+    kept: set[int] = {0, len(x) - 1}
+    values = np.asarray(y)
+    for part in np.array_split(np.arange(len(x)), points // 2):
+        kept |= {int(part[values[part].argmin()]), int(part[values[part].argmax()])}
+    order = sorted(kept)
+    return [x[i] for i in order], [float(y[i]) for i in order]
+
+
+def sampled_rows(n: int, rows: int = 40) -> list[int]:
+    """The indices of at most `rows` of n entries, evenly spaced, for a table; the first and the last among them."""
+    return sorted({round(i) for i in np.linspace(0, n - 1, min(n, rows))}) if n else []
 
 
 def stacked_bars(axes, bars: dict[str, dict[str, float]]) -> None:

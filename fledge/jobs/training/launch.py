@@ -16,6 +16,8 @@ from fledge.jobs.training.options import MACHINE, TrainOptions
 if TYPE_CHECKING:
     from fledge.train.ranks import Ranks
 
+RUN_TORCHRUN = "from fledge.jobs.training.launch import run_torchrun; run_torchrun()"
+INTERRUPTED = 130  # the exit status of an interrupted run, in one process and in several
 NOTHING_TO_SHARD = "--shard-target splits the target over several GPUs; give --gpus, or start with torchrun"
 NO_OTHERS = "--target-gpus sets some of several GPUs apart for the target; give --gpus, or start with torchrun"
 
@@ -34,9 +36,9 @@ def needs_processes(options: TrainOptions) -> bool:
 
 
 def start_processes(gpus: int, arguments: Sequence[str]) -> int:
-    """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns its exit status, or 130
-    after a signal that stopped the training."""
-    torchrun = [sys.executable, "-m", "fledge.jobs.training.torchrun", "--standalone", "--nproc-per-node", str(gpus)]
+    """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns its exit status, or
+    INTERRUPTED after a signal that stopped the training."""
+    torchrun = [sys.executable, "-c", RUN_TORCHRUN, "--standalone", "--nproc-per-node", str(gpus)]
     interrupted = False
     with subprocess.Popen([*torchrun, "-m", "fledge", *arguments]) as process:
 
@@ -53,7 +55,19 @@ def start_processes(gpus: int, arguments: Sequence[str]) -> int:
         finally:
             for s, handler in before.items():
                 signal.signal(s, handler)
-    return 130 if interrupted and status else status
+    return INTERRUPTED if interrupted and status else status
+
+
+def run_torchrun() -> None:
+    """Runs torchrun with the arguments of this process. A signal ends it with INTERRUPTED, after its processes, and
+    without a traceback."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import main
+
+    try:
+        main()
+    except SignalException:
+        sys.exit(INTERRUPTED)
 
 
 @contextmanager

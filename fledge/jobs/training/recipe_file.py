@@ -27,7 +27,6 @@ from fledge.jobs.options import (
     validation_problem,
 )
 from fledge.jobs.training.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
-from fledge.jobs.training.packaged import find_recipe_file
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
     FEATURE_OPTIONS,
@@ -44,6 +43,7 @@ from fledge.jobs.training.recipe import (
 )
 from fledge.train.checkpoint import RunDirectory
 
+RECIPES = Path(__file__).parents[2] / "recipes"  # those that come with fledge, which --config finds by name
 HEADER = """\
 # The options of a training run. The keys are the options of `fledge train` with underscores.
 #
@@ -223,6 +223,30 @@ def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # -- reading -------------------------------------------------------------------------------------------------------
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def find_recipe_file(given: str) -> Path:
+    """The file that --config names: one that exists, or else the recipe of this name.
+
+    Raises ValueError, listing the names, if the text looks like a name and there is no such recipe. A path that does
+    not exist is returned as it is.
+    """
+    file = Path(given)
+    if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
+        return file
+    names = recipe_names()
+    if given in names:  # even if a directory has this name, such as that of a run
+        return RECIPES / f"{given}.yaml"
+    if file.exists():
+        return file
+    close = difflib.get_close_matches(given.lower(), names, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"--config {given} is neither a file nor one of fledge's recipes, {', '.join(names)}{meant}")
 
 
 def _mapping_in(file: Path) -> dict[str, Any]:

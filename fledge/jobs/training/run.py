@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from fledge.data.dataset import Rows
 from fledge.features.budget import existing_parent, format_bytes
 from fledge.jobs.report import report_run
-from fledge.jobs.training.loggers import make_logger
 from fledge.jobs.training.probe import Attach
 from fledge.jobs.training.recipe import Recipe
 from fledge.models.draft import Draft
@@ -26,6 +26,7 @@ from fledge.train.trainer import Progress, Schedule, feed_draft, train
 SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
 
 Say = Callable[[str], None]
+Logger = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -172,3 +173,37 @@ def _best_step_note(state: Progress, schedule: Schedule) -> str:
     """The step of the saved draft, if several drafts were measured."""
     several = schedule.eval_every and state.best_step
     return f", of step {state.best_step:,} (decoded τ {state.best_tau:.3f})" if several else ""
+
+
+def make_logger(name: str | None, run: Path) -> Logger:
+    """A function that logs the metrics of a step to 'tensorboard' or 'wandb', in the run's directory. With None, it
+    does nothing."""
+    return {"tensorboard": _tensorboard, "wandb": _wandb}[name](run) if name else lambda metrics: None
+
+
+def _tensorboard(run: Path) -> Logger:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run / "tensorboard"))
+
+    def log(metrics: dict[str, Any]) -> None:
+        for name, value in _scalars(metrics).items():
+            writer.add_scalar(name, value, metrics["step"])
+
+    return log
+
+
+def _wandb(run: Path) -> Logger:
+    import wandb
+
+    board = wandb.init(project="fledge", dir=str(run))
+    return lambda metrics: board.log(_scalars(metrics), step=metrics["step"])
+
+
+def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    """The metrics, with each list split into scalars by draft step, `hit/0`, `hit/1`, .., and each dict by its keys."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        split = dict(enumerate(value)) if isinstance(value, list) else value
+        found |= {f"{name}/{key}": x for key, x in split.items()} if isinstance(split, dict) else {name: value}
+    return found

@@ -11,9 +11,10 @@ case. Other names raise ValueError. Both have the same results, bit by bit. Noth
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fledge.kernels.dynamic_tree import definition
 from fledge.kernels.dynamic_tree.candidates import Candidates
 from fledge.kernels.implementations import use_triton
 
@@ -41,7 +42,7 @@ def add_level(
         from fledge.kernels.dynamic_tree.triton import add_level_triton
 
         return add_level_triton(found, level, logp_BMw, token_BMw, ids_W)
-    return definition.add_level(found, level, logp_BMw, token_BMw, ids_W)
+    return _add_level(found, level, logp_BMw, token_BMw, ids_W)
 
 
 def best_nodes(
@@ -56,4 +57,65 @@ def best_nodes(
         from fledge.kernels.dynamic_tree.triton import best_nodes_triton
 
         return best_nodes_triton(found, nodes, root_B, ids_W)
-    return definition.best_nodes(found, nodes, root_B, ids_W)
+    return _best_nodes(found, nodes, root_B, ids_W)
+
+
+def _add_level(
+    found: Candidates, level: int, logp_BMw: Tensor, token_BMw: Tensor, ids_W: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """`add_level` in plain torch."""
+    score_BFw = cumulative_scores(found, level, logp_BMw)
+    (B, front, w), begin = score_BFw.shape, found.begin(level)
+    score_Bn, token_Bn = score_BFw.flatten(1), token_BMw.expand_as(score_BFw).flatten(1)
+    found.score_BP[:, begin : begin + front * w] = score_Bn
+    found.token_BP[:, begin : begin + front * w] = token_Bn
+    if level + 1 == found.levels:
+        return None
+    best_Bw = _best_first(score_Bn)[:, :w]
+    above_Bw = best_Bw // w
+    found.place(level).copy_(begin + best_Bw)
+    found.seen(level).copy_(_own_bits(found, level))
+    if level:
+        seen_BwJ = found.seen(level - 1)
+        found.seen(level).bitwise_or_(seen_BwJ.gather(1, above_Bw[..., None].expand_as(seen_BwJ)))
+    first_B1 = torch.arange(0, B * front, front, device=above_Bw.device)[:, None]
+    return ids_W[token_Bn.gather(1, best_Bw)], first_B1 + above_Bw
+
+
+def _best_first(score_Bn: Tensor) -> Tensor:
+    """The places of the scores of each row in descending order, of equal ones in ascending order; NaN is largest.
+
+    Sorts of long rows on a GPU order NaN by their bits, and a sum has other NaN there than its terms. So all are
+    replaced by one.
+    """
+    one_nan_Bn = score_Bn.masked_fill(score_Bn.isnan(), torch.nan)
+    return one_nan_Bn.sort(dim=1, descending=True, stable=True).indices
+
+
+def cumulative_scores(found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
+    """The scores of the children of F nodes, [B, F, w]: those of their parents plus their own."""
+    if not level:
+        return logp_BMw
+    return found.score_BP.gather(1, found.place(level - 1))[..., None] + logp_BMw
+
+
+def _own_bits(found: Candidates, level: int) -> Tensor:
+    """The words of expanded nodes of a level that see nothing but themselves, int64 [w, J]."""
+    node_w = torch.arange(level * found.width, (level + 1) * found.width, device=found.place_BX.device)
+    word_J = torch.arange(found.seen_BXJ.shape[2], device=node_w.device)
+    return (node_w[:, None] // 64 == word_J).long() << node_w[:, None] % 64
+
+
+def _best_nodes(found: Candidates, nodes: int, root_B: Tensor, ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`best_nodes` in plain torch."""
+    order_BP = _best_first(found.score_BP)
+    best_Bn = order_BP[:, : nodes - 1].sort(dim=1).values
+    (B, n), (_, X), device = best_Bn.shape, found.place_BX.shape, best_Bn.device
+    node_Bn = torch.arange(1, n + 1, device=device).expand(B, n)
+    node_BP = torch.zeros_like(order_BP).scatter_(1, best_Bn, node_Bn)
+    slot_BP = torch.full_like(order_BP, -1).scatter_(1, found.place_BX, torch.arange(X, device=device).expand(B, X))
+    # behind each expanded node, that of its parent; what is in front of the first one stands for the root
+    parent_B1X = torch.cat([torch.zeros_like(root_B)[:, None], node_BP.gather(1, found.place_BX)], dim=1)
+    token_BN = torch.cat([root_B[:, None], ids_W[found.token_BP.gather(1, best_Bn)]], dim=1)
+    parent_BN = F.pad(parent_B1X.gather(1, best_Bn // found.width), (1, 0), value=-1)
+    return token_BN, parent_BN, F.pad(slot_BP.gather(1, best_Bn), (1, 0), value=-1)

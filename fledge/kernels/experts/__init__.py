@@ -20,12 +20,18 @@ experts (pair m C + c), F width of an expert, S slots.
 
 from __future__ import annotations
 
-from torch import Tensor
+import functools
 
-from fledge.kernels.experts import definition
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.kernels.decode_layer import add_rms_norm, silu_mul_fused
 from fledge.kernels.experts.routing import Routing
 from fledge.kernels.few_rows import MOST_ROWS
 from fledge.kernels.implementations import IMPLS, use_triton
+from fledge.kernels.linear import linear
+from fledge.kernels.precision import at_least_float32
 
 __all__ = ["IMPLS", "MOST_ROUTED", "MOST_ROWS", "Routing", "experts", "route"]
 
@@ -46,7 +52,7 @@ def route(logits_MX: Tensor, chosen: int, normalized: bool, *, impl: str | None 
         from fledge.kernels.experts.triton import route_triton
 
         return route_triton(logits_MX, chosen, normalized)
-    return definition.route(logits_MX, chosen, normalized)
+    return _route(logits_MX, chosen, normalized)
 
 
 def experts(
@@ -62,8 +68,8 @@ def experts(
 ) -> Tensor:
     """The sum of the rows' experts plus a residual, [M, E] in the dtype of x. `gate_up_XOE` has the gates' F rows
     first, O = 2 F; rows of the weights are contiguous. The kernels round the products of gate and up, and the sum."""
-    (M, E), (X, O, _), F = x_ME.shape, gate_up_XOE.shape, down_XEF.shape[2]
-    shapes = gate_up_XOE.shape == (X, 2 * F, E) and down_XEF.shape == (X, E, F) and residual_ME.shape == (M, E)
+    (M, E), (X, O, _), width = x_ME.shape, gate_up_XOE.shape, down_XEF.shape[2]
+    shapes = gate_up_XOE.shape == (X, 2 * width, E) and down_XEF.shape == (X, E, width) and residual_ME.shape == (M, E)
     if not shapes or gain_E.shape != (E,) or routing.weight_MC.shape[0] != M or routing.end_X.shape != (X,):
         raise ValueError(
             f"rows {tuple(x_ME.shape)}, gain {tuple(gain_E.shape)}, residual {tuple(residual_ME.shape)} and "
@@ -74,13 +80,61 @@ def experts(
     if len(dtypes) > 1:
         raise ValueError(f"the tensors of experts must have one dtype, not {', '.join(sorted(map(str, dtypes)))}")
     arguments = x_ME, gain_E, eps, routing, gate_up_XOE, down_XEF, residual_ME
-    if use_triton(impl, x_ME) and (impl is not None or M <= MOST_ROWS or not definition.grouped(x_ME, E, O, F)):
+    if use_triton(impl, x_ME) and (impl is not None or M <= MOST_ROWS or not _grouped(x_ME, E, O, width)):
         from fledge.kernels.experts.triton import experts_triton
 
         return experts_triton(*arguments)
-    return definition.experts(*arguments)
+    return _experts(*arguments)
 
 
 def _power_of_2(n: int) -> int:
     """The least power of 2 that is not less."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def _route(logits_MX: Tensor, chosen: int, normalized: bool) -> Routing:
+    """`route` in plain torch."""
+    weight_MC, expert_MC = at_least_float32(logits_MX).softmax(-1).topk(chosen)
+    if normalized:
+        weight_MC = weight_MC / weight_MC.sum(-1, keepdim=True)
+    expert_P, order_P = expert_MC.flatten().sort(stable=True)
+    expert_X = torch.arange(logits_MX.shape[1], device=logits_MX.device)
+    end_X = torch.searchsorted(expert_P, expert_X, right=True, out_int32=True)
+    return Routing(weight_MC, order_P.int(), end_X, expert_X.int())
+
+
+def _experts(
+    x_ME: Tensor, gain_E: Tensor, eps: float, routing: Routing, gate_up_XOE: Tensor, down_XEF: Tensor,
+    residual_ME: Tensor,
+) -> Tensor:  # fmt: skip
+    """`experts` in plain torch."""
+    (M, E), C, order_P = x_ME.shape, routing.weight_MC.shape[1], routing.order_P.long()
+    rows_PE = add_rms_norm(x_ME, None, gain_E, eps)[0][order_P // C]
+    activated_PF = silu_mul_fused(_products(rows_PE, gate_up_XOE, routing.end_X))
+    found_PE = _products(activated_PF, down_XEF, routing.end_X)
+    by_row_PE = torch.empty_like(found_PE).index_copy_(0, order_P, found_PE)
+    weight_M1C = routing.weight_MC[:, None].to(x_ME.dtype)
+    return torch.baddbmm(residual_ME[:, None], weight_M1C, by_row_PE.view(M, C, E))[:, 0]
+
+
+def _products(x_PI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
+    """The products [P, O] of rows, sorted by expert, with their experts' weights."""
+    if _grouped(x_PI, *weight_XOI.shape[1:]):
+        return F.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=end_X)
+    out_PO, begin = x_PI.new_empty(x_PI.shape[0], weight_XOI.shape[1]), 0
+    for weight_OI, end in zip(weight_XOI, end_X.tolist(), strict=True):
+        if end > begin:
+            out_PO[begin:end] = linear(x_PI[begin:end], weight_OI)
+        begin = end
+    return out_PO
+
+
+def _grouped(x: Tensor, *widths: int) -> bool:
+    """Whether torch has a grouped product of such rows that waits for nothing: bfloat16 on GPUs of compute capability 9
+    and 10, with widths of multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in widths) and _has_grouped(x.device)
+
+
+@functools.cache
+def _has_grouped(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)

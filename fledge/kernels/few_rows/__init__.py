@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fledge.kernels.few_rows import definition
+from fledge.kernels.decode_layer import add_rms_norm, silu_mul_fused
+from fledge.kernels.decode_layer.definition import rms_norm
 from fledge.kernels.few_rows.tiles import FEW_ROWS, MOST_ROWS, most_rows
 from fledge.kernels.implementations import IMPLS, use_triton
+from fledge.kernels.linear import linear, strided_linear
 
 __all__ = [
     "FEW_ROWS", "IMPLS", "MOST_ROWS", "linear_add", "linear_add_norm", "norm_linear", "norm_swiglu", "plain_linear",
@@ -51,7 +54,7 @@ def norm_linear(
     _check(x_ME, weight_OE, bias_O, gain_E=gain_E, normed_ME=normed_ME)
     if _few(impl, x_ME, weight_OE):
         return _norm_product(x_ME, gain_E, eps, weight_OE, bias_O, normed_ME)
-    return definition.norm_linear(x_ME, gain_E, eps, weight_OE, bias_O, normed_ME)
+    return _norm_linear(x_ME, gain_E, eps, weight_OE, bias_O, normed_ME)
 
 
 def linear_add(
@@ -63,7 +66,7 @@ def linear_add(
         from fledge.kernels.few_rows.triton import product
 
         return product(x_MI, weight_OI, bias_O, residual_MO=residual_MO)
-    return definition.linear_add(x_MI, weight_OI, residual_MO, bias_O)
+    return _linear_add(x_MI, weight_OI, residual_MO, bias_O)
 
 
 def linear_add_norm(
@@ -84,7 +87,7 @@ def linear_add_norm(
         from fledge.kernels.few_rows.triton import product_norm
 
         return product_norm(x_MI, weight_OI, bias_O, residual_MO, gain_O, eps)
-    return definition.linear_add_norm(x_MI, weight_OI, residual_MO, gain_O, eps, bias_O)
+    return _linear_add_norm(x_MI, weight_OI, residual_MO, gain_O, eps, bias_O)
 
 
 def norm_swiglu(
@@ -106,7 +109,7 @@ def norm_swiglu(
         raise ValueError(f"gate and up have one width, so theirs cannot be {gate_up_2FxE.shape[0]} in total")
     if _few(impl, x_ME, gate_up_2FxE):
         return _norm_product(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME, gated=True)
-    return definition.norm_swiglu(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME)
+    return _norm_swiglu(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME)
 
 
 def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, impl: str | None = None) -> Tensor:
@@ -116,7 +119,7 @@ def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, 
         from fledge.kernels.few_rows.triton import product
 
         return product(x_MI, weight_OI, bias_O)
-    return definition.plain_linear(x_MI, weight_OI, bias_O)
+    return linear(x_MI, weight_OI, bias_O)
 
 
 def _few(impl: str | None, x_MI: Tensor, weight_OI: Tensor) -> bool:
@@ -156,3 +159,43 @@ def _check(
     dtypes = {x.dtype for x in (x_MI, weight_OI, *(x for x, _ in others.values()))}
     if len(dtypes) > 1:
         raise ValueError(f"the tensors of a product must have one dtype, not {', '.join(sorted(map(str, dtypes)))}")
+
+
+def _norm_linear(
+    x_ME: Tensor, gain_E: Tensor, eps: float, weight_OE: Tensor, bias_O: Tensor | None, normed_ME: Tensor | None
+) -> Tensor:
+    """`norm_linear` in plain torch."""
+    return strided_linear(_norm(x_ME, gain_E, eps) if normed_ME is None else normed_ME, weight_OE, bias_O)
+
+
+def _linear_add(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, bias_O: Tensor | None) -> Tensor:
+    """`linear_add` in plain torch."""
+    return strided_linear(x_MI, weight_OI, bias_O, residual_MO)
+
+
+def _linear_add_norm(
+    x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, gain_O: Tensor, eps: float, bias_O: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`linear_add_norm` in plain torch."""
+    if x_MI.is_cuda:
+        normed_MO, sum_MO = add_rms_norm(strided_linear(x_MI, weight_OI, bias_O), residual_MO, gain_O, eps)
+        return sum_MO, normed_MO
+    sum_MO = _linear_add(x_MI, weight_OI, residual_MO, bias_O)
+    return sum_MO, rms_norm(sum_MO, gain_O, eps)
+
+
+def _norm_swiglu(
+    x_ME: Tensor, gain_E: Tensor, eps: float, gate_up_2FxE: Tensor, bias_2F: Tensor | None, normed_ME: Tensor | None
+) -> Tensor:
+    """`norm_swiglu` in plain torch."""
+    gate_up = _norm_linear(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME)
+    if x_ME.is_cuda:
+        return silu_mul_fused(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _norm(x_ME: Tensor, gain_E: Tensor, eps: float) -> Tensor:
+    """RMSNorm of rows. On a GPU it is one kernel, where plain torch launches several. A CPU has plain torch only, which
+    is called directly: for a few rows, each further call costs time."""
+    return add_rms_norm(x_ME, None, gain_E, eps)[0] if x_ME.is_cuda else rms_norm(x_ME, gain_E, eps)

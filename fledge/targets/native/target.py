@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fledge.kernels.few_rows import plain_linear
 from fledge.kernels.implementations import current_device
+from fledge.kernels.packed_attention import PackedAttention
 from fledge.kernels.packed_weight import packed_model
 from fledge.kernels.sdpa import without_cudnn_sdpa
 from fledge.kernels.transfer import to_device
 from fledge.kernels.tree_attention import place_trees
-from fledge.models.decode_layer import CachedRows
+from fledge.models.decode_layer import CachedRows, LayerWeights, Rotation, queries
 from fledge.models.kv_cache import KVCache, LastRows, PromptRows, SlotPool, TreeRows
-from fledge.targets.native.attention import PackedRows
 from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.native.support import native_problem
 from fledge.targets.transformers import TransformersTarget
@@ -160,3 +160,18 @@ class NativeTarget(TransformersTarget):
         attend = CachedRows(TreeRows(cache, N, visible, position_BN, slot_BN))
         features = self._decoder(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
         return self._decoding_logits(features.last_TD).view(B, N, -1), None if layers is None else features
+
+
+class PackedRows:
+    """The attention of a packed row, without a cache. `documents` are the [start, end) token ranges that cover it."""
+
+    def __init__(self, documents: Sequence[tuple[int, int]], device: torch.device):
+        counts, starts = [end - start for start, end in documents], [start for start, _ in documents]
+        self.attention = PackedAttention(counts, [0] * len(counts), starts, device)
+
+    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
+        """See `RowAttention`."""
+        shape, slot_M = weights.shape, self.attention.slot_M
+        keys, values = qkv_MO.new_empty(2, shape.kv_heads, qkv_MO.shape[0], shape.head_dim)
+        q_MHd = queries(qkv_MO, weights, rotation, keys, values, slot_M)
+        return self.attention(q_MHd, keys, values, shape.scale, weights.window).flatten(1)
