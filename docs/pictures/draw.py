@@ -25,7 +25,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from fledge.kernels.acceptance import accept_own
 from fledge.kernels.tree_attention import Visible, pack_bits
-from fledge.kernels.ttt_attention.definition import visible
+from fledge.kernels.ttt_attention import visible
 from fledge.train.plan import plan_steps
 from fledge.types import Packed, Tree, TreeShape
 
