@@ -316,7 +316,8 @@ def test_a_missing_loss_and_a_small_loss_are_shown_differently(monkeypatch):
 # -- results ------------------------------------------------------------------------------------------------------
 
 RECORD = {
-    "tau": 2.345, "tau_interval": None, "alpha": [0.75, 0.5], "tokens_per_s": 12345.0, "baseline_tokens_per_s": 5000.0, "speedup": 2.47,
+    "tau": 2.345, "tau_interval": None, "alpha": [0.75, 0.5], "tokens_per_s": 12345.0,
+    "baseline_tokens_per_s": 5000.0, "speedup": 2.47,
     "identical": 100, "near_ties": 0, "different": 0, "batch_noise": None, "prompts": 100, "repeated_8grams": 0.12,
     "not_looping": 90, "tau_not_looping": 2.2, "round": None, "batch": 4,
     "bytes_per_round": 0.0,
