@@ -40,7 +40,7 @@ from fledge.jobs.familiar import flags_of, same_option, values_of
 from fledge.jobs.features import FeaturesOptions
 from fledge.jobs.generate import GenerateOptions
 from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import Options, default_of, flag_of, option_fields
+from fledge.jobs.options import Options, default_of, flag_of, option_fields, panels_of
 from fledge.jobs.plain_help import Group, PlainHelp
 from fledge.jobs.push import PushOptions
 from fledge.jobs.regenerate import RegenerateOptions
@@ -136,14 +136,14 @@ def _flags_in(words: list[str], switches: Collection[str]) -> Iterator[str]:
 
 
 def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspect.Parameter:
+    flags, shown = flags_of(options, f), {"help": f.metadata["help"], "rich_help_panel": panels_of(options)[f.name]}
     if f.metadata["flag"] == "argument":
         info = typer.Argument(help=f.metadata["help"])
     elif word := f.metadata["word"]:
-        flags = flags_of(options, f)
-        info = typer.Option(*flags, help=f.metadata["help"], metavar=f"<int|{word}>", parser=_number_if_one)
+        info = typer.Option(*flags, **shown, metavar=f"<int|{word}>", parser=_number_if_one)
         hint = list[str] if get_origin(hint) is list else str  # the parser replaces it
     else:
-        info = typer.Option(*flags_of(options, f), help=f.metadata["help"], autocompletion=values_of(f))
+        info = typer.Option(*flags, **shown, autocompletion=values_of(f))
     default = inspect.Parameter.empty if default_of(f) is dataclasses.MISSING else default_of(f)
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 

@@ -241,7 +241,7 @@ def test_ready_recipes_resolve(file: Path) -> None:
     options = TrainOptions(config=str(file), target="t", data=["d"])
     said: list[str] = []
     recipe = resolve(with_config(options, said.append))
-    assert not said and recipe.method.name == file.stem and recipe.target.name == "t"
+    assert not said and recipe.method.name == file.stem and recipe.options.target == "t"
     assert f"--config recipes/{file.name}" in file.read_text()
 
 

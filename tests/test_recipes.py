@@ -155,7 +155,7 @@ def test_a_recipe_is_resolved_as_it_is(name: str) -> None:
     general = name in ("eagle3", "peagle")  # which name no target and no data
     options = complete(name, **dict(target="my/model", data=["chats.jsonl"]) if general else {})
     recipe = resolve(options, imagined=True)
-    assert recipe.target.name and recipe.data.sources
+    assert recipe.options.target and recipe.data.sources
     assert recipe.data.modes == (MODES.get(name, {}),)
     assert recipe.method.name == ("peagle" if name == "peagle" else "eagle3")
     assert f"--config {name}" in (RECIPES / f"{name}.yaml").read_text()

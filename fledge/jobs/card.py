@@ -242,7 +242,7 @@ def with_card(
     facts = {"Data": ", ".join(code(shown_source(source)[0]) for source in sources)}
     facts |= _training_facts(recipe, prepared, rows, schedule, machine, ranks)
     datasets = dict.fromkeys(data for _, data in map(shown_source, sources) if data)
-    revision, prompts = cached_commit(recipe.target.name), recipe.evaluation.prompts
+    revision, prompts = cached_commit(recipe.options.target), recipe.options.eval_prompts
     held_out = shown_source(prompts)[0] if prompts else "records held out from the training data"
     mode = "one pass" if recipe.method.one_pass else "chain"
     decoding = f"greedy, {mode}, depth {recipe.depth}, {prepared.eval_tokens} new tokens"
@@ -279,7 +279,7 @@ def _training_facts(
         "Loss": loss,
         "Optimizer": {"adamw": "AdamW", "muon": "Muon"}[schedule.optimizer],
         "Learning rate": f"{schedule.lr:.3g}, warm-up {schedule.warmup:g}, weight decay {schedule.weight_decay:g}",
-        "Seed": str(recipe.seed),
+        "Seed": str(recipe.options.seed),
         "Hardware": f"{ranks.size} x {machine['device']}, {machine['dtype']}",
         "Software": f"fledge {__version__}{commit}, {versions}",
     }

@@ -6,26 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.files import check_output_path
-from fledge.jobs.options import (
-    MAX_SEED,
-    Options,
-    api_key_env_option,
-    columns_option,
-    data_cache_option,
-    data_workers_option,
-    dtype_option,
-    features_from_option,
-    features_layers_option,
-    features_map_option,
-    opt,
-    option_fields,
-    parse_dtype,
-    parse_template_kwargs,
-    trust_remote_code_option,
-)
+from fledge.jobs.options import MAX_SEED, names_of, opt, parse_dtype, parse_template_kwargs
+from fledge.jobs.training.options import DataOptions, ServedOptions, TargetOptions
 
 if TYPE_CHECKING:
     from fledge.data.record import Record
@@ -37,19 +22,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeaturesOptions(Options):
+class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
     """Write the target's hidden states of the training data to a disk, to train drafts without running the target."""
 
-    target: str | None = opt("target model: a directory or hub id (owner/name or owner/name@revision)", None)
-    trust_remote_code: bool = trust_remote_code_option()
-    data: list[str] = opt(
-        "training data, as for `fledge train`: files, hub ids, or sharegpt, ultrachat, perfectblend, magpie, "
-        "openhermes, nemotron; repeatable", repeatable=True
-    )  # fmt: skip
-    features_from: str | None = features_from_option()
-    features_layers: str | None = features_layers_option()
-    features_map: str | None = features_map_option()
-    api_key_env: str = api_key_env_option()
+    panel: ClassVar[str] = "Features"
     out: str | None = opt(
         "directory to write; the same command continues an unfinished one, and several processes may write one "
         "together", None,
@@ -70,23 +46,13 @@ class FeaturesOptions(Options):
     disk_budget: str | None = opt(
         "most bytes on the disk, e.g. 500GB (default: the free space, less 5% of it or 10 GB)", None
     )
-    max_length: int | None = opt(
-        "maximum document length in tokens; longer documents are cut into windows (default: 2,048, or the target's "
-        "context if that is shorter)", None, minimum=3,
-    )  # fmt: skip
-    template_kwargs: str | None = opt("JSON object of chat template variables", None)
-    columns: str | None = columns_option()
-    skip_bad: bool = opt("skip and count records that are not text or that the chat template refuses", False)
-    data_cache: str | None = data_cache_option()
-    data_workers: int | None = data_workers_option()
     seed: int = opt("random seed of held-out records and shares (@0.5) of the data", 0, minimum=0, maximum=MAX_SEED)
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
-    dtype: str | None = dtype_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.verify:
-            others = [f.name for f in option_fields(self) if f.name != "verify"]
+            others = [name for name in names_of(FeaturesOptions) if name != "verify"]
             self.refuse(others, f"with --verify, which only reads {self.verify};")
         elif missing := [flag for flag, value in (("--target", self.target), ("--out", self.out)) if not value]:
             raise ValueError(f"give {' and '.join(missing)}, or --verify DIRECTORY to check features that are there")
@@ -168,7 +134,7 @@ def _prepare(
     from fledge.data.template import ChatTemplate
     from fledge.decode.engine import resolve_device
     from fledge.jobs.training.data import read_data
-    from fledge.jobs.training.recipe import DataRecipe, TargetRecipe, layer_ids, served_recipe
+    from fledge.jobs.training.recipe import DataRecipe, layer_ids, served_recipe
     from fledge.jobs.training.served import open_served_features, open_served_target
     from fledge.jobs.training.target import check_length, live_features, open_target, set_up_process
     from fledge.targets.compatibility import resolve_layers
@@ -179,14 +145,13 @@ def _prepare(
     if layers == () and not options.all_final_states:
         raise ValueError("--aux-layers none needs --all-final-states: EAGLE-1 reads the final states of all tokens")
     set_up_process(device)
-    requested = TargetRecipe(options.target, options.trust_remote_code, options.dtype)
     sources = with_columns(options.data, options.columns)
     data = DataRecipe(
         tuple(sources), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
         workers=options.data_workers, modes=modes_of(options.data, kwargs),
     )  # fmt: skip
     served = served_recipe(options)
-    target = open_served_target(requested, data, device) if served else open_target(requested, data, device)
+    target = open_served_target(options, data, device) if served else open_target(options, data, device)
     layers, length = resolve_layers(layers, target), min(data.longest, target.context)
     if served:
         check_length(data, target)

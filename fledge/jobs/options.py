@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 from fledge.fields import check_template_kwargs, parse_dtype
 from fledge.json_text import parse_json
@@ -54,6 +54,7 @@ class Options:
     for a number out of bounds, and for a given option that would have no effect.
     """
 
+    panel: ClassVar[str] = "Options"  # the heading in --help of the options that a class itself defines
     given: frozenset[str] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,8 +83,27 @@ class Options:
 
 
 def option_fields(options: Options | type[Options]) -> list[Field[Any]]:
-    """The dataclass fields that are command-line options."""
-    return [f for f in fields(options) if "help" in f.metadata]
+    """The dataclass fields that are command-line options: those of the base classes in their order, then those of the
+    class itself. If a class has several bases, which are groups of options, those of the class come first."""
+    kind = options if isinstance(options, type) else type(options)
+    known = {f.name: f for f in fields(kind) if "help" in f.metadata}
+    return [known[name] for name in panels_of(kind) if name in known]
+
+
+def panels_of(kind: type[Options]) -> dict[str, str]:
+    """The heading of each option in --help."""
+    return {name: cls.panel for cls in _groups(kind) for name in vars(cls).get("__annotations__", ())}
+
+
+def names_of(kind: type[Options]) -> tuple[str, ...]:
+    """The names of all options."""
+    return tuple(f.name for f in option_fields(kind))
+
+
+def _groups(kind: type[Options]) -> list[type[Options]]:
+    """The classes that define the options of a class, in the order of --help."""
+    of_bases = [cls for base in kind.__bases__ if issubclass(base, Options) for cls in _groups(base)]
+    return [kind, *of_bases] if len(kind.__bases__) > 1 else [*of_bases, kind]
 
 
 def default_of(f: Field[Any]) -> Any:

@@ -37,16 +37,19 @@ def _lines(command: Any, ctx: Any, width: int) -> Iterator[str]:
     yield command.get_usage(ctx)
     yield ""
     yield from _indented(inspect.cleandoc(command.help or ""), 2, width)
-    records = [(p.param_type_name, record) for p in command.get_params(ctx) if (record := p.get_help_record(ctx))]
-    sections = {f"{kind}s": [r for of, r in records if of == kind] for kind in ("argument", "option")}
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for p in command.get_params(ctx):
+        if record := p.get_help_record(ctx):
+            title = getattr(p, "rich_help_panel", None) or f"{p.param_type_name}s".capitalize()
+            sections.setdefault(title, []).append(record)
     if isinstance(command, Group):
         names = command.list_commands(ctx)
         helps = [inspect.cleandoc(command.get_command(ctx, name).help or "").split("\n\n")[0] for name in names]
-        sections["commands"] = list(zip(names, helps, strict=True))
+        sections["Commands"] = list(zip(names, helps, strict=True))
     for title, entries in sections.items():
         if entries:
             yield ""
-            yield f"{title.capitalize()}:"
+            yield f"{title}:"
         for name, text in entries:
             yield f"  {name}"
             yield from _indented(text, 6, width)

@@ -104,7 +104,7 @@ def _train(
         rows = make_rows(recipe, target, documents, say)
         lockstep = target.target.sharded and not ranks.target_ranks
         schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, lockstep, say)
-        implementation = choose_implementation(recipe.compute, draft, rows, target.source, schedule, ranks, say)
+        implementation = choose_implementation(recipe.options, draft, rows, target.source, schedule, ranks, say)
     where = "before the first step"
     with ranks.collective(where):
         schedule = replace(schedule, implementation=ranks.from_first(implementation))

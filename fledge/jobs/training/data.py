@@ -33,7 +33,7 @@ def training_data(
 ) -> tuple[Sequence[Document], list[Record]]:
     """The documents to train on, and the records held out to measure τ: those of the features on disk, or read from the
     data sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
-    measures = prepared.decodes and not recipe.evaluation.prompts
+    measures = prepared.decodes and not recipe.options.eval_prompts
     if cache := recipe.features:
         known = cache.manifest
         say(
@@ -41,7 +41,7 @@ def training_data(
         )
         return cache.documents, cache.held_out() if measures else []
     return read_data(
-        recipe.data, recipe.seed, prepared.template, prepared.max_length, say, progress, hold_out=measures
+        recipe.data, recipe.options.seed, prepared.template, prepared.max_length, say, progress, hold_out=measures
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Docum
     if asked > tokens and recipe.data.row_length:
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
     row = min(asked, tokens)
-    return Rows(documents, row, recipe.seed)
+    return Rows(documents, row, recipe.options.seed)
 
 
 def _check_memory(row: int, prepared: PlannedTarget) -> None:

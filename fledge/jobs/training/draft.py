@@ -24,8 +24,8 @@ Say = Callable[[str], None]
 
 
 def make_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
-    """The draft to train, on the target's device and in its dtype. `recipe.seed` seeds its random weights."""
-    torch.manual_seed(recipe.seed)
+    """The draft to train, on the target's device and in its dtype. `recipe.options.seed` seeds its random weights."""
+    torch.manual_seed(recipe.options.seed)
     make = _existing_draft if isinstance(recipe.draft, ExistingDraft) else _new_draft
     draft = make(recipe, prepared, documents, say).to(device=prepared.target.device, dtype=prepared.target.dtype)
     connect_draft(draft, prepared.target)
@@ -44,7 +44,7 @@ def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
     with torch.device("meta"):
         draft = Draft(recipe.draft.config if existing else _config(recipe, planned, mask_token=0))
     if draft.embed_tokens is not None:
-        draft.embed_tokens.requires_grad_(recipe.train_embeddings)
+        draft.embed_tokens.requires_grad_(recipe.options.train_embeddings)
     return draft.to(planned.target.dtype)
 
 
@@ -61,12 +61,12 @@ def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequenc
             f"the data contains token {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}), which is this draft's "
             "mask token; train a new draft"
         )
-    if recipe.train_embeddings and draft.embed_tokens is None:
+    if recipe.options.train_embeddings and draft.embed_tokens is None:
         raise ValueError(
             "--train-embeddings cannot be used with a draft that has no embeddings of its own; train a new draft"
         )
     if draft.embed_tokens is not None:
-        draft.embed_tokens.requires_grad_(recipe.train_embeddings)
+        draft.embed_tokens.requires_grad_(recipe.options.train_embeddings)
     return draft.train()
 
 
@@ -81,7 +81,7 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
             f"mask token: {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for tokens that are not "
             "known yet"
         )
-    if recipe.train_embeddings:
+    if recipe.options.train_embeddings:
         say("the draft gets embeddings of its own: vLLM uses them, SGLang replaces them by the target's")
     config = _config(recipe, prepared, mask)
     draft = Draft(config.with_provenance(coverage=coverage, **_provenance(recipe, prepared)))
@@ -100,7 +100,7 @@ def _config(recipe: Recipe, prepared: PlannedTarget, mask_token: int | None) -> 
         num_hidden_layers=recipe.draft.layers,
         aux_layers=prepared.layers or None,
         num_aux_hidden_states=len(prepared.layers),
-        own_embeddings=recipe.train_embeddings,
+        own_embeddings=recipe.options.train_embeddings,
         mask_token_id=mask_token if recipe.method.one_pass else None,
         **dict.fromkeys(recipe.draft.switches, True),
     )

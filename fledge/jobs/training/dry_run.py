@@ -142,7 +142,7 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
         runs=not reads_features_only(recipe),
         staged=ROWS_AHEAD * recipe.features.layout.bytes(1, 1) if recipe.features else 0,
     )
-    done, asked = min(int((saved or {}).get("step", 0)), schedule.steps), tuple(implementations(recipe.compute))
+    done, asked = min(int((saved or {}).get("step", 0)), schedule.steps), tuple(implementations(recipe.options))
     return Plan(machine, work, asked, recipe, rows, schedule, directory, options.resume is not None, done)
 
 
@@ -155,7 +155,7 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
         if target.decodes != (not reads_features_only(recipe)):  # as the plan assumed; no records are held out then
             rows = make_rows(recipe, target, training_data(recipe, target, say, progress)[0], say)
         draft = make_draft(recipe, target, rows.documents, say)
-        implementation = choose_implementation(recipe.compute, draft, rows, target.source, plan.schedule, ranks, say)
+        implementation = choose_implementation(recipe.options, draft, rows, target.source, plan.schedule, ranks, say)
     schedule = replace(plan.schedule, implementation=ranks.from_first(implementation))
     with ranks.together("before the first step"):
         if recorded is not None:

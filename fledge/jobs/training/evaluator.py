@@ -37,7 +37,7 @@ def make_evaluator(
     if not prepared.decodes:
         return None
     selector = _PromptSelector(prepared, _max_prompt_tokens(recipe, prepared), recipe.data.skip_bad)
-    source = recipe.evaluation.prompts
+    source = recipe.options.eval_prompts
     prompts = selector.from_source(source) if source else selector.from_records(held_out)
     if not prompts:
         _say_no_prompts(recipe, held_out, say)
@@ -80,7 +80,7 @@ def make_evaluator(
 
 
 def _say_no_prompts(recipe: Recipe, held_out: list[Record], say: Say) -> None:
-    if recipe.evaluation.every:
+    if recipe.options.eval_every:
         raise ValueError(
             f"--eval-every needs held-out prompts, and data of fewer than {10 * EVAL_RECORDS} records is used for "
             "training only; give --eval-prompts"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fledge.data.dataset import Rows
-from fledge.jobs.training.recipe import ComputeRecipe
+from fledge.jobs.training.options import ComputeOptions
 from fledge.models.draft import Draft
 from fledge.targets.source import FeatureSource
 from fledge.train.memory import (
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 
 def choose_implementation(
-    compute: ComputeRecipe, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, say: Say
+    compute: ComputeOptions, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, say: Say
 ) -> Implementation:
     """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
     A rank that holds only the target tries nothing.
@@ -51,7 +51,7 @@ def choose_implementation(
     return chosen
 
 
-def implementations(compute: ComputeRecipe) -> list[Implementation]:
+def implementations(compute: ComputeOptions) -> list[Implementation]:
     """The requested implementations to choose from, from fast to small; a single one on a CPU."""
     fast = "eager" if compute.impl == "eager" else "triton"
     implementation = Implementation(attention=compute.impl, loss=fast, layers=fast)

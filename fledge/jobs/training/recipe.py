@@ -5,53 +5,45 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fledge.address import refuse_credentials
 from fledge.config import DraftConfig
 from fledge.data.modes import modes_of
-from fledge.jobs.options import flag_of, parse_template_kwargs
+from fledge.data.read import check_source, with_columns
+from fledge.decode.engine import resolve_device
+from fledge.features.cache import FeatureCache
+from fledge.jobs.options import flag_of, names_of, parse_dtype, parse_template_kwargs
+from fledge.jobs.training.options import (
+    FEATURE_OPTIONS,
+    SERVED_OPTIONS,
+    SWITCHES,
+    ObjectiveOptions,
+    ServedOptions,
+    ShapeOptions,
+    TrainOptions,
+)
+from fledge.kernels.loss import KINDS
+from fledge.kernels.ttt_attention import IMPLS
 from fledge.methods import CHOICES, METHODS, Choice, Method
-
-if TYPE_CHECKING:
-    from fledge.features.cache import FeatureCache
-    from fledge.jobs.features import FeaturesOptions
-    from fledge.jobs.training.options import TrainOptions
+from fledge.models.weights import read_draft_config
+from fledge.train.cod import DropTokens
+from fledge.train.objective import Objective
+from fledge.train.optim import OPTIMIZERS
+from fledge.train.ranks import local_rank, started_by_torchrun
 
 MAX_LENGTH = 2048  # default of --max-length
 DEPTH = 5  # default of --depth
 COD_MIN_RATE = 0.2
 LOGGERS = ("tensorboard", "wandb")
 ACTIVATIONS = ("keep", "recompute", "auto")
-SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "fc_bias")
-# options that do not apply to an existing draft, whose vocabulary and shape are fixed
-SHAPE_OPTIONS = ("draft_vocab", *SWITCHES, "aux_layers", "layers")
-# options that are already decided by the features on disk
-FEATURE_OPTIONS = (
-    "data", "max_length", "template_kwargs", "columns", "skip_bad", "data_cache", "data_workers",
-    "target_gpus", "shard_target",
-)  # fmt: skip
-# options that need the target to run in the training process
-SERVED_OPTIONS = (
-    "target_gpus", "shard_target", "eval_prompts", "eval_every", "eval_tokens",
-)  # fmt: skip
 # reasons why an option has no effect, in the form that `Options.refuse` takes
 WITH_STEPS = "with --steps, which sets the length of the training;"
 WITH_FEATURES = "with --features, whose documents are prepared and whose target does not run;"
 WITH_SERVED = "with --features-from, as the target runs in vLLM alone; measure τ afterwards with fledge eval;"
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
-
-
-@dataclass(frozen=True)
-class TargetRecipe:
-    """The target (a directory or hub id) and how to load it. With `dtype` None, it is float32 on a CPU and the target's
-    own dtype elsewhere."""
-
-    name: str
-    trust_remote_code: bool
-    dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -109,80 +101,20 @@ class ExistingDraft:
 
 
 @dataclass(frozen=True)
-class ObjectiveRecipe:
-    """The training objective. `depth` is the number of draft steps trained; the loss of step k is weighted by gamma^k.
-    `drop` holds the rate and the minimum rate of conditional drop-token sampling; None: all slots."""
-
-    depth: int
-    gamma: float
-    loss: str
-    keep_out_of_vocab: bool
-    feature_noise: float
-    drop: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class ScheduleRecipe:
-    """The length and pace of the training. With `steps` None, `epochs` determines them; with `lr` None, the draft's
-    hidden size determines it; with `rows_per_step` None, the number of ranks."""
-
-    epochs: float
-    steps: int | None
-    rows_per_step: int | None
-    lr: float | None
-    warmup: float
-    optimizer: str
-    weight_decay: float
-    clip: float
-    save_every: int
-
-
-@dataclass(frozen=True)
-class EvaluationRecipe:
-    """Measurements of τ during training. `prompts` is their source (None: held-out records), `every` the number of
-    steps between two measurements (0: only at the end), and `tokens` the new tokens per prompt (None: depends on the
-    target's context)."""
-
-    prompts: str | None
-    every: int
-    tokens: int | None
-
-
-@dataclass(frozen=True)
-class ComputeRecipe:
-    """How a training step is computed. `device` is the torch device, `impl` is "eager", "flex" or "triton". With
-    `slots` None, as many slots are in flight as fit in memory."""
-
-    device: str
-    impl: str
-    slots: int | None
-    activations: str
-
-    @property
-    def gpu(self) -> bool:
-        return self.device.startswith("cuda")
-
-
-@dataclass(frozen=True)
 class Recipe:
-    """Everything about a run that is known before weights and data are loaded. `choice` is a key of
-    `fledge.methods.CHOICES`. `depth` is the number of tokens that the trained draft drafts by default. `features` are
-    those on disk to train from, and `served` those that vLLM computes (both None: the target computes them)."""
+    """Everything about a run that is known before weights and data are loaded. `options` have the target's name, the
+    device and the implementation in place of None. `choice` is a key of `fledge.methods.CHOICES`. `depth` is the number
+    of tokens that the trained draft drafts by default. `features` are those on disk to train from, and `served` those
+    that vLLM computes (both None: the target computes them)."""
 
+    options: TrainOptions
     choice: str
     depth: int
-    target: TargetRecipe
     data: DataRecipe
     features: FeatureCache | None
     served: ServedRecipe | None
     draft: NewDraft | ExistingDraft
-    train_embeddings: bool
-    objective: ObjectiveRecipe
-    schedule: ScheduleRecipe
-    evaluation: EvaluationRecipe
-    compute: ComputeRecipe
-    log: str | None
-    seed: int
+    objective: Objective
 
     @property
     def method(self) -> Method:
@@ -221,32 +153,32 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         raise ValueError("give --target and --data, --features, a --config file that sets them, or --resume RUN")
     if options.features and options.features_from:
         raise ValueError("--features names hidden states on disk, and --features-from those of vLLM; give one of them")
+    for name, known in (("optimizer", OPTIMIZERS), ("log", (None, *LOGGERS)), ("activations", ACTIVATIONS)):
+        _check_known(name, getattr(options, name), known)
     existing, features = _existing(options), _features(options)
     choice = _choice(options, existing)
     _check_method_options(options, choice.method)
     depth = _depth(options, existing, choice.method)
+    data, objective = _data(options, existing, features), _objective(options, choice.method, depth)
+    _check_packages(options)
+    device, impl = _device_and_impl(options, imagined)
+    target = options.target or features.manifest.target
     return Recipe(
+        options=replace(options, target=target, device=device, impl=impl),
         choice=next(name for name, known in CHOICES.items() if known is choice),
         depth=depth,
-        target=_target(options, features),
-        data=_data(options, existing, features),
+        data=data,
         features=features,
         served=served_recipe(options),
         draft=existing or _new_draft(options, choice),
-        train_embeddings=options.train_embeddings,
-        objective=_objective(options, choice.method, depth),
-        schedule=_schedule(options),
-        evaluation=_evaluation(options),
-        compute=_compute(options, imagined),
-        log=_logger(options.log),
-        seed=options.seed,
+        objective=objective,
     )
 
 
 def ineffective_options(options: TrainOptions, method: Method) -> dict[str, str]:
     """Options that have no effect in combination with the others, with the reasons in the form of `Options.refuse`."""
     found = dict.fromkeys(["epochs"], WITH_STEPS) if options.steps else {}
-    found |= dict.fromkeys(SHAPE_OPTIONS, WITH_INIT_FROM) if options.init_from else {}
+    found |= dict.fromkeys(names_of(ShapeOptions), WITH_INIT_FROM) if options.init_from else {}
     found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if options.features else {}
     found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if options.features_from else {}
     return found | unsupported_options(method)
@@ -271,20 +203,16 @@ def find_choice(name: str) -> Choice:
 def _existing(options: TrainOptions) -> ExistingDraft | None:
     if options.init_from is None:
         return None
-    from fledge.models.weights import read_draft_config
-
     return ExistingDraft(options.init_from, read_draft_config(options.init_from))
 
 
 def _features(options: TrainOptions) -> FeatureCache | None:
     if options.features is None:
         return None
-    from fledge.features.cache import FeatureCache
-
     return FeatureCache.open(options.features)
 
 
-def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | None:
+def served_recipe(options: ServedOptions) -> ServedRecipe | None:
     """The hidden states of vLLM that the options ask for; None if they do not. Raises ValueError for an address that is
     neither a directory nor that of a server."""
     address = options.features_from
@@ -313,11 +241,6 @@ def served_recipe(options: TrainOptions | FeaturesOptions) -> ServedRecipe | Non
         mapped = Path(there), Path(here)
     layers = layer_ids(options.features_layers, "--features-layers")
     return ServedRecipe(address, layers, mapped, options.api_key_env)
-
-
-def _target(options: TrainOptions, features: FeatureCache | None) -> TargetRecipe:
-    name = options.target or features.manifest.target
-    return TargetRecipe(name, options.trust_remote_code, options.dtype)
 
 
 def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
@@ -365,8 +288,6 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
             f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
             "for the longest document"
         )
-    from fledge.data.read import with_columns
-
     kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and existing:
         kwargs = existing.config.provenance.template_kwargs
@@ -402,50 +323,31 @@ def layer_ids(text: str | None, flag: str = "--aux-layers") -> tuple[int, ...] |
     return layers
 
 
-def _objective(options: TrainOptions, method: Method, depth: int) -> ObjectiveRecipe:
-    from fledge.kernels.loss import KINDS
-
+def _objective(options: ObjectiveOptions, method: Method, depth: int) -> Objective:
     _check_known("loss", options.loss, KINDS)
     rate = method.cod_rate if options.cod_rate is None else options.cod_rate
     min_rate = COD_MIN_RATE if options.cod_min_rate is None else options.cod_min_rate
-    return ObjectiveRecipe(
+    return Objective(
         depth=method.trained_depth or depth,
         gamma=options.gamma if method.gamma is None else method.gamma,
         loss=options.loss,
         keep_out_of_vocab=options.keep_out_of_vocab,
         feature_noise=options.feature_noise,
-        drop=(rate, min_rate) if rate < 1 else None,
+        drop=DropTokens(rate, min_rate) if rate < 1 else None,
     )
 
 
-def _schedule(options: TrainOptions) -> ScheduleRecipe:
-    from fledge.train.optim import OPTIMIZERS
-
-    _check_known("optimizer", options.optimizer, OPTIMIZERS)
-    return ScheduleRecipe(
-        epochs=options.epochs, steps=options.steps, rows_per_step=options.rows_per_step, lr=options.lr,
-        warmup=options.warmup, optimizer=options.optimizer, weight_decay=options.weight_decay, clip=options.clip,
-        save_every=options.save_every,
-    )  # fmt: skip
-
-
-def _evaluation(options: TrainOptions) -> EvaluationRecipe:
-    from fledge.data.read import check_source
-
+def _check_packages(options: TrainOptions) -> None:
     if options.eval_prompts:
         check_source(options.eval_prompts, "--eval-prompts")
-    return EvaluationRecipe(options.eval_prompts, options.eval_every, options.eval_tokens)
+    if options.log and importlib.util.find_spec(options.log) is None:
+        raise ValueError(f"--log {options.log} needs a package that is not installed: pip install {options.log}")
 
 
-def _compute(options: TrainOptions, imagined: bool) -> ComputeRecipe:
-    from fledge.decode.engine import resolve_device
-    from fledge.jobs.options import parse_dtype
-    from fledge.kernels.ttt_attention import IMPLS
-    from fledge.train.ranks import local_rank, started_by_torchrun
-
+def _device_and_impl(options: TrainOptions, imagined: bool) -> tuple[str, str]:
+    """The device and the implementation of the training step."""
     if options.impl is not None:
         _check_known("impl", options.impl, IMPLS)
-    _check_known("activations", options.activations, ACTIVATIONS)
     dtype = parse_dtype(options.dtype)
     device = "cuda" if imagined else resolve_device(options.device)
     if device == "cuda" and started_by_torchrun():
@@ -462,19 +364,9 @@ def _compute(options: TrainOptions, imagined: bool) -> ComputeRecipe:
         raise ValueError("--activations recompute needs a CUDA GPU and --impl triton or flex")
     if impl != "eager" and str(dtype) == "torch.float64":
         raise ValueError(f"--impl {impl} does not support --dtype float64; use --impl eager")
-    return ComputeRecipe(device, impl, options.slots, options.activations)
+    return device, impl
 
 
-def _logger(name: str | None) -> str | None:
-    if name is None:
-        return None
-    _check_known("log", name, LOGGERS)
-    if importlib.util.find_spec(name) is None:
-        raise ValueError(f"--log {name} needs a package that is not installed: pip install {name}")
-    return name
-
-
-def _check_known(name: str, value: str, known: Iterable[str]) -> None:
-    known = tuple(known)
-    if value not in known:
-        raise ValueError(f"{flag_of(name)} {value} is not one of {', '.join(known)}")
+def _check_known(name: str, value: str | None, known: Iterable[str | None]) -> None:
+    if value not in (known := tuple(known)):
+        raise ValueError(f"{flag_of(name)} {value} is not one of {', '.join(filter(None, known))}")

@@ -23,15 +23,21 @@ from fledge.jobs.options import (
     default_of,
     flag_of,
     has_type,
+    names_of,
     option_fields,
     validation_problem,
 )
-from fledge.jobs.training.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
+from fledge.jobs.training.options import (
+    FEATURE_OPTIONS,
+    MACHINE,
+    MOVABLE,
+    NOT_FROM_FILE,
+    SERVED_OPTIONS,
+    ShapeOptions,
+    TrainOptions,
+)
 from fledge.jobs.training.plain_yaml import MAX_BYTES, read_yaml, write_yaml
 from fledge.jobs.training.recipe import (
-    FEATURE_OPTIONS,
-    SERVED_OPTIONS,
-    SHAPE_OPTIONS,
     WITH_FEATURES,
     WITH_INIT_FROM,
     WITH_SERVED,
@@ -140,7 +146,7 @@ def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     """Options whose values in the file are ignored because of a given flag, each with the reason."""
     found = dict.fromkeys(["epochs"], WITH_STEPS) if "steps" in given else {}
     found |= dict.fromkeys(["steps"], "with --epochs;") if "epochs" in given else {}
-    found |= dict.fromkeys(["method", *SHAPE_OPTIONS], WITH_INIT_FROM) if "init_from" in given else {}
+    found |= dict.fromkeys(["method", *names_of(ShapeOptions)], WITH_INIT_FROM) if "init_from" in given else {}
     found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if given.get("features") else {}
     found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if given.get("features_from") else {}
     return found | (unsupported_options(find_choice(given["method"]).method) if "method" in given else {})

@@ -131,7 +131,7 @@ def _feed(run: TrainingRun) -> dict[str, Any]:
 
 def _reporter(run: TrainingRun, metrics: dict[str, Any], progress: Any) -> Callable[[dict[str, Any]], None]:
     """A function that displays and logs the metrics of a step, and stores them in `metrics`."""
-    log = make_logger(run.recipe.log, run.directory.path)
+    log = make_logger(run.recipe.options.log, run.directory.path)
 
     def report(step_metrics: dict[str, Any]) -> None:
         metrics.update(step_metrics)
@@ -145,7 +145,7 @@ def _start_message(run: TrainingRun) -> str:
     trained = sum(p.numel() for p in run.draft.parameters() if p.requires_grad)
     schedule = run.schedule
     ranks = run.ranks
-    devices = run.recipe.compute.device if ranks.total == 1 else f"{ranks.size} rank{'s' * (ranks.size > 1)}"
+    devices = run.recipe.options.device if ranks.total == 1 else f"{ranks.size} rank{'s' * (ranks.size > 1)}"
     if ranks.target_ranks:
         devices += f", fed by {ranks.target_ranks} with the target"
     return (
@@ -155,7 +155,7 @@ def _start_message(run: TrainingRun) -> str:
 
 
 def _stop_message(run: TrainingRun, event: str) -> str:
-    trust = " --trust-remote-code" if run.recipe.target.trust_remote_code else ""
+    trust = " --trust-remote-code" if run.recipe.options.trust_remote_code else ""
     command = f"fledge train --resume {run.directory.path}{trust}"
     if not run.directory.checkpoint.exists():
         return f"{event}, before the first checkpoint; start again with: {command}"

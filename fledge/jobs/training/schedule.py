@@ -1,4 +1,4 @@
-"""Makes the trainer's objective and schedule from a recipe."""
+"""Makes the trainer's schedule from a recipe."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable
 
 from fledge.data.dataset import Rows
-from fledge.jobs.training.recipe import ObjectiveRecipe, Recipe
-from fledge.train.cod import DropTokens
-from fledge.train.objective import Objective
+from fledge.jobs.training.recipe import Recipe
 from fledge.train.ranks import Ranks
 from fledge.train.trainer import Schedule
 
@@ -19,7 +17,7 @@ def make_schedule(
     """The schedule for a draft with hidden size `width` on these rows. The number of steps follows from the epochs, the
     default learning rate is 0.5 / width, and by default a step has one row for each rank. With `lockstep`, every rank
     must have as many rows; raises ValueError if they cannot."""
-    requested = recipe.schedule
+    requested = recipe.options
     rows_per_step = requested.rows_per_step or ranks.size
     if rows_per_step % ranks.size and lockstep:
         raise ValueError(
@@ -38,24 +36,13 @@ def make_schedule(
     return Schedule(
         steps=requested.steps or math.ceil(requested.epochs * epoch / rows_per_step),
         lr=requested.lr or 0.5 / width,
-        objective=_objective(recipe.objective),
+        objective=recipe.objective,
         rows_per_step=rows_per_step,
         warmup=requested.warmup,
         optimizer=requested.optimizer,
         weight_decay=requested.weight_decay,
         clip=requested.clip,
-        seed=recipe.seed,
-        eval_every=recipe.evaluation.every,
+        seed=requested.seed,
+        eval_every=requested.eval_every,
         save_every=requested.save_every,
-    )
-
-
-def _objective(requested: ObjectiveRecipe) -> Objective:
-    return Objective(
-        depth=requested.depth,
-        gamma=requested.gamma,
-        loss=requested.loss,
-        keep_out_of_vocab=requested.keep_out_of_vocab,
-        feature_noise=requested.feature_noise,
-        drop=DropTokens(*requested.drop) if requested.drop else None,
     )

@@ -11,21 +11,22 @@ from fledge.features.vllm.files import StatesFolder
 from fledge.features.vllm.server import VllmServer
 from fledge.features.vllm.source import VllmFeatures
 from fledge.jobs.options import parse_dtype
-from fledge.jobs.training.recipe import DataRecipe, ServedRecipe, TargetRecipe
+from fledge.jobs.training.options import TargetOptions
+from fledge.jobs.training.recipe import DataRecipe, ServedRecipe
 from fledge.targets.loading import load_head
 from fledge.targets.transformers import TransformersTarget
 
 
-def open_served_target(requested: TargetRecipe, data: DataRecipe, device: str) -> TransformersTarget:
+def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TransformersTarget:
     """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and what is not
     quantized of the last layer. Raises ValueError if the checkpoint does not have them by their names."""
     target = load_head(
-        requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
+        requested.target, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
         trust_remote_code=requested.trust_remote_code, partial_layer=True,
     )  # fmt: skip
     if target is None:
         raise ValueError(
-            f"{requested.name} has no safetensors files with its embedding, head and final norm, or has quantized "
+            f"{requested.target} has no safetensors files with its embedding, head and final norm, or has quantized "
             "them; training from vLLM's hidden states needs them here, in 16 or 32 bits"
         )
     return target

@@ -14,7 +14,8 @@ from fledge.data.template import ChatTemplate
 from fledge.features.cache import FeatureCache
 from fledge.features.source import DiskFeatures
 from fledge.jobs.options import default_new_tokens, parse_dtype
-from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe, TargetRecipe
+from fledge.jobs.training.options import TargetOptions
+from fledge.jobs.training.recipe import DataRecipe, ExistingDraft, Recipe
 from fledge.jobs.training.served import open_served_features, open_served_target
 from fledge.models.weights import target_sha256, tokenizer_sha256
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
@@ -62,9 +63,9 @@ class PreparedTarget(PlannedTarget):
 def plan_target(recipe: Recipe) -> PlannedTarget:
     """The target without its weights, which is assumed to verify drafts and to process packed documents together.
     Raises ValueError as `prepare_target` does for what needs no weights."""
-    requested = recipe.target
+    requested = recipe.options
     target = load_target(
-        requested.name, device="cpu" if recipe.compute.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
+        requested.target, device="cpu" if requested.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
         max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code, weights=False,
     )  # fmt: skip
     check_length(recipe.data, target)
@@ -82,9 +83,9 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
     """Loads and checks the target; with a mesh, its layers are sharded over the ranks. Raises ValueError for a length
     beyond its context, for layers that it does not have, if τ is to be measured with a target that cannot verify
     drafts, and if one that cannot process packed documents together is to be sharded."""
-    set_up_process(recipe.compute.device)
+    set_up_process(recipe.options.device)
     head = _open_head(recipe, say) if reads_features_only(recipe) else None
-    target = head or open_target(recipe.target, recipe.data, recipe.compute.device, mesh)
+    target = head or open_target(recipe.options, recipe.data, recipe.options.device, mesh)
     if cache := recipe.features:
         _check_origin(cache, target)  # first: another target may have other layers
     decodes = _decodes(recipe, target, say)
@@ -115,7 +116,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Calla
     prepared, parts, failure, lines = None, {}, None, []
     try:
         if ranks.trains:
-            set_up_process(recipe.compute.device)
+            set_up_process(recipe.options.device)
         else:
             prepared = prepare_target(recipe, mesh, lines.append)
             parts = parts_of(prepared.target)
@@ -129,9 +130,9 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Calla
         return prepared
     for line in lines:
         say(line)
-    parts = receive_parts(layout, ranks.size, ranks.feeds[0], torch.device(recipe.compute.device))
+    parts = receive_parts(layout, ranks.size, ranks.feeds[0], torch.device(recipe.options.device))
     target = target_of_parts(
-        recipe.target.name, parts, max_length=recipe.data.longest, trust_remote_code=recipe.target.trust_remote_code
+        recipe.options.target, parts, max_length=recipe.data.longest, trust_remote_code=recipe.options.trust_remote_code
     )
     layers = _layers(recipe, target)
     return PreparedTarget(
@@ -146,18 +147,18 @@ def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], 
         layers=layers,
         template=ChatTemplate(target.tokenizer, target.stop_ids, recipe.data.template_kwargs),
         max_length=min(recipe.data.longest, target.context),
-        eval_tokens=recipe.evaluation.tokens or default_new_tokens(EVAL_TOKENS, target.context),
+        eval_tokens=recipe.options.eval_tokens or default_new_tokens(EVAL_TOKENS, target.context),
         decodes=decodes,
     )
 
 
 def open_target(
-    requested: TargetRecipe, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
+    requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
 ) -> TransformersTarget:
     """Loads a target, and shards it over the ranks of a mesh. Raises ValueError if documents may be longer than its
     context."""
     target = load_target(
-        requested.name, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
+        requested.target, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
         trust_remote_code=requested.trust_remote_code, mesh=mesh,
     )  # fmt: skip
     check_length(data, target)
@@ -174,16 +175,16 @@ def check_length(data: DataRecipe, target: TransformersTarget) -> None:
 
 def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget | None:
     """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
-    requested, device = recipe.target, recipe.compute.device
+    requested, device = recipe.options, recipe.options.device
     if recipe.served:
         return open_served_target(requested, recipe.data, device)
     options = dict(
         device=device, dtype=parse_dtype(requested.dtype), max_length=recipe.data.longest,
         trust_remote_code=requested.trust_remote_code,
     )  # fmt: skip
-    if (head := load_head(requested.name, **options)) is not None:
+    if (head := load_head(requested.target, **options)) is not None:
         return head
-    head = load_head(requested.name, **options, partial_layer=True)
+    head = load_head(requested.target, **options, partial_layer=True)
     if head is None or target_fingerprint(head) != recipe.features.manifest.target_sha256:  # not made with vLLM
         head = None
         say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
@@ -278,7 +279,7 @@ def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
 
 def _decoding_option(recipe: Recipe) -> str | None:
     """The flag of the option, if there is one, that asks for measurements of τ by decoding."""
-    return "--eval-every" if recipe.evaluation.every else "--eval-prompts" if recipe.evaluation.prompts else None
+    return "--eval-every" if recipe.options.eval_every else "--eval-prompts" if recipe.options.eval_prompts else None
 
 
 def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
