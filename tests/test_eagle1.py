@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fledge.config import DraftConfig
 from fledge.decode.engine import Completion, Engine
-from fledge.kernels import linear
+from fledge.kernels import products
 from fledge.kernels.rope import apply_rope
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
@@ -104,7 +104,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
 
 def test_triton_layers_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
-    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
+    monkeypatch.setattr(products, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target, draft = pair(torch.float32)
     on_device(target, draft)
     row = row_of(DOCUMENTS, filler=4)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import RopeConfig
-from fledge.kernels import linear
+from fledge.kernels import products
 from fledge.kernels.gradients import GradientSums, take_rows
 from fledge.kernels.loss import KINDS
 from fledge.kernels.mlp import swiglu, swiglu_reference
@@ -337,7 +337,7 @@ def test_parts_in_16_bits(part: str) -> None:
     given = [torch.randn(s, generator=generator) / (s[-1] ** 0.5 if s[0] != S else 1) for s in shapes]
     angle = torch.randn(S, 1, 32, generator=generator).repeat(1, 1, 2).to(DEVICE)
     rows = torch.randperm(S, generator=generator).int().to(DEVICE)
-    shared: list[linear.SharedProducts] = []
+    shared: list[products.SharedProducts] = []
 
     def triton(leaves: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
         if part == "norm":
@@ -346,7 +346,7 @@ def test_parts_in_16_bits(part: str) -> None:
             return rope(*leaves, cos, sin)
         if part == "shared products":
             x, y, weight = leaves
-            shared.append(linear.SharedProducts(x, weight))
+            shared.append(products.SharedProducts(x, weight))
             return shared[0].with_rows(rows, y, weight)[0]
         return swiglu(*leaves, recompute=part == "mlp recomputed")
 
@@ -378,8 +378,8 @@ def test_parts_in_16_bits(part: str) -> None:
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, fc_norm=True, norm_output=True, qk_norm=True)])
 def test_training_step(variant: dict, attention: str, slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, counts and gradients of a whole row equal the eager implementation's, with padded matrix heights."""
-    multiple = 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE  # Triton's interpreter is slow
-    monkeypatch.setattr(linear, "ROW_MULTIPLE", multiple)
+    multiple = 4 if DEVICE == "cpu" else products.ROW_MULTIPLE  # Triton's interpreter is slow
+    monkeypatch.setattr(products, "ROW_MULTIPLE", multiple)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, **variant)
     row = row_of(DOCUMENTS, filler=5)
@@ -442,7 +442,7 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
 def test_recomputing_stores_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With recomputation, no tensor of the MLP's intermediate size is saved for the backward pass, with or without
     biases, and the gradients stay the same."""
-    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)
+    monkeypatch.setattr(products, "ROW_MULTIPLE", 4)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, intermediate_size=76, mlp_bias=bias)
     target.model.to(DEVICE), draft.to(DEVICE)
@@ -476,7 +476,7 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If some parameters are frozen, the gradients of the others equal the eager ones, and frozen ones get none."""
-    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else linear.ROW_MULTIPLE)
+    monkeypatch.setattr(products, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else products.ROW_MULTIPLE)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of(DOCUMENTS)

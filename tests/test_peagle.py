@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fledge.data.vocab import choose_mask_token
 from fledge.decode.engine import Engine
-from fledge.kernels import linear
+from fledge.kernels import products
 from fledge.kernels.loss import KINDS
 from fledge.models.draft import Draft
 from fledge.models.weights import load_draft, read_draft_config, save_draft
@@ -125,7 +125,7 @@ def test_triton_layers_give_the_same_gradients(
     slots: int | None, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_triton()
-    monkeypatch.setattr(linear, "ROW_MULTIPLE", 4)  # the interpreter is slow
+    monkeypatch.setattr(products, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target = tiny_target(tokenizer=False)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)

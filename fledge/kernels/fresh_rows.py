@@ -46,7 +46,7 @@ def fresh_rows(
     if (best_impl(token_BR.device, torch.float32) if impl is None else impl) == "triton":
         from fledge.kernels.fresh_rows_triton import fresh_rows_triton
 
-        return fresh_rows_triton(*given)
+        return FreshRows(*fresh_rows_triton(*given))
     return _fresh_rows(*given)
 
 

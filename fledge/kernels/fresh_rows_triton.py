@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.kernels.fresh_rows import FreshRows
 from fledge.kernels.implementations import dependent_launch
 
 
@@ -39,8 +38,8 @@ def _fresh_rows(
 def fresh_rows_triton(
     token_BR: Tensor, count_B: Tensor, start_B: Tensor, length_B: Tensor, masked: int, mask_token: int, levels: int,
     expanded: int,
-) -> FreshRows:  # fmt: skip
-    """`fresh_rows` in one kernel; rows may be strided, their entries are copied if they are."""
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The fields of `FreshRows` in one kernel; rows may be strided, their entries are copied if they are."""
     token = token_BR if token_BR.stride(1) == 1 else token_BR.contiguous()
     (B, R), n, S, whole = token.shape, token.shape[1] + masked, masked + 1, dict(dtype=torch.int64, device=token.device)
     row_token, state = torch.empty(2, B, n, **whole) if masked else (token, None)
@@ -55,4 +54,4 @@ def fresh_rows_triton(
             BLOCK=triton.next_power_of_2(max(n, levels, expanded)), MASKED=masked > 0, num_warps=1,
             **dependent_launch(token.device),
         )  # fmt: skip
-    return FreshRows(row_token, state, asked, root, slot, following, position)
+    return row_token, state, asked, root, slot, following, position

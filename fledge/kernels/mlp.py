@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.kernels.gradients import GradientSums
-from fledge.kernels.linear import linear_products
+from fledge.kernels.products import linear_products
 
 
 def swiglu_reference(x: Tensor, gate_IE: Tensor, up_IE: Tensor, down_EI: Tensor, residual: Tensor) -> Tensor:

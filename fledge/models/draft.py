@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
-from fledge.kernels.linear import linear, linear_products
+from fledge.kernels.linear import linear
 from fledge.kernels.packed_weight import version
+from fledge.kernels.products import linear_products
 from fledge.models.layers import EAGER, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm, Rotary, SharedEmbedding
 from fledge.types import Features
 

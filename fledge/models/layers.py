@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
 from fledge.kernels.gradients import GradientSums
-from fledge.kernels.linear import SharedProducts, linear, linear_products
+from fledge.kernels.linear import linear
 from fledge.kernels.mlp import swiglu
+from fledge.kernels.products import SharedProducts, linear_products
 from fledge.kernels.rope import apply_rope, cos_sin, rope_frequencies
 
 # attend(q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]; k and v are None if the layer computes queries only

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gradients import GradientSums, take_rows
-from fledge.kernels.linear import padded_rows
 from fledge.kernels.loss import LossOptions, Scores, Teacher, loss_and_gradients
 from fledge.kernels.precision import at_least_float32
+from fledge.kernels.products import padded_rows
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import OwnSteps, ttt_attention
 from fledge.methods import Method

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.linear import padded_rows
+from fledge.kernels.products import padded_rows
 from fledge.kernels.transfer import to_device
 from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks
 from fledge.types import Packed

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from fledge.kernels.gradients import Fp32Accumulator
-from fledge.kernels.linear import padded_rows
 from fledge.kernels.loss import definition
 from fledge.kernels.loss.definition import soft_target_loss_reference
 from fledge.kernels.loss.tiles import SLOTS_PER_GROUP, SlotSums, Tile, group_tiles, make_tiles
+from fledge.kernels.products import padded_rows
 
 __all__ = [
     "IMPLS", "KINDS", "SLOTS_PER_GROUP", "LossOptions", "LossResult", "Scores", "Teacher", "loss_and_gradients",

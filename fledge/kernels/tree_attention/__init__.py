@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fledge.kernels.implementations import IMPLS, best_impl, use_triton
 from fledge.kernels.tree_attention.definition import tree_attention_reference, tree_attention_torch
+from fledge.kernels.tree_attention.tiles import COUNTERS
 from fledge.kernels.tree_attention.visible import Visible, VisibleBits, VisibleChain, pack_bits
 from fledge.types import Tree
 
@@ -33,8 +34,6 @@ __all__ = [
     "tree_attention",
     "tree_attention_reference",
 ]
-
-COUNTERS = 1024  # integers that the kernels count programs in; see `tree_attention`
 
 
 def tree_attention(

@@ -1,4 +1,4 @@
-"""`place_trees` in Triton: each node follows its ancestors to the root."""
+"""`place_trees` and `pack_bits` in Triton. Each node of a tree follows its ancestors to the root."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fledge.kernels.implementations import dependent_launch
 from fledge.types import Tree
 
 BLOCK = 16  # nodes of a program
+PACKED_ROWS = 16  # rows of a program that packs a mask
 
 
 @triton.jit(do_not_specialize=["N", "levels", "sp"])
@@ -57,3 +58,30 @@ def place_trees_triton(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[T
             BLOCK=BLOCK, num_warps=1, **dependent_launch(length_B.device),
         )  # fmt: skip
     return position, slot, seen
+
+
+@triton.jit(do_not_specialize=["S", "J", "smb", "sms"], do_not_specialize_on_alignment=["mask_ptr"])
+def _pack_bits(mask_ptr, words_ptr, S, J, smb, sms, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """One word of BLOCK rows of a sequence."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    k, b, W = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(0)
+    s, bit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 64)
+    j = k * 64 + bit
+    inside = (s < S)[:, None] & (j < J)[None, :]
+    mask = tl.load(mask_ptr + b * smb + s.to(tl.int64)[:, None] * sms + j[None, :], mask=inside, other=0)
+    words = tl.sum(mask.to(tl.int64) << bit.to(tl.int64)[None, :], 1)
+    tl.store(words_ptr + (b * S + s) * W + k, words, mask=s < S)
+
+
+def pack_bits_triton(mask_BSJ: Tensor) -> Tensor:
+    """`pack_bits` in one kernel. Rows may be strided; their entries are copied if they are."""
+    (B, S, J), W = mask_BSJ.shape, triton.cdiv(mask_BSJ.shape[2], 64)
+    mask = (mask_BSJ if mask_BSJ.stride(2) == 1 else mask_BSJ.contiguous()).view(torch.uint8)  # bytes 0 and 1
+    words = torch.empty(B, S, W, dtype=torch.int64, device=mask.device)
+    if words.numel():
+        _pack_bits[(W, triton.cdiv(S, PACKED_ROWS), B)](
+            mask, words, S, J, *mask.stride()[:2], BLOCK=PACKED_ROWS, num_warps=4, **dependent_launch(mask.device)
+        )
+    return words

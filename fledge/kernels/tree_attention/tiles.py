@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 MOST_SHARES = 64
+COUNTERS = 1024  # integers that the kernels count programs in; see `tree_attention`
 WORD = 64  # the most slots of a block whose rows see slots by a mask: one word has the block's bits
 FEW_HEADS = 16  # key heads of all sequences that leave most processors to shares
 LARGE = 200_000  # bytes of shared memory per block from which the deeper pipelines fit

@@ -65,7 +65,7 @@ def pack_bits(mask_BSJ: Tensor, *, impl: str | None = None) -> Tensor:
     GPU.
     """
     if (best_impl(mask_BSJ.device, torch.float32) if impl is None else impl) == "triton":
-        from fledge.kernels.tree_attention.triton import pack_bits_triton
+        from fledge.kernels.tree_attention.place_triton import pack_bits_triton
 
         return pack_bits_triton(mask_BSJ)
     return pack_bits_torch(mask_BSJ)
