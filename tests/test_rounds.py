@@ -135,8 +135,8 @@ def test_requests_come_and_go(way: str, captured: list[int], monkeypatch: pytest
 
 
 @pytest.mark.parametrize("way", [dict(depth="auto"), dict(mode="tree", nodes="auto", width=4)], ids=["chain", "tree"])
-def test_another_amount_is_drafted(way: dict[str, Any], captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of several amounts, and of none, take turns with the same requests."""
+def test_another_size_is_drafted(way: dict[str, Any], captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of several sizes take turns with the same requests."""
     monkeypatch.setattr(batches, "HELD", 3)
     target, draft, _ = good_pair(native=True)
     engine = Engine(target, draft, **way)
@@ -147,8 +147,9 @@ def test_another_amount_is_drafted(way: dict[str, Any], captured: list[int], mon
         fast = engine.generate_all(asked, max_new_tokens=30, batch=3)
         assert [c.tokens for c in fast] == [c.tokens for c in plain]
         done = [r for c in fast for r in c.trace.rounds]
-        assert {r.drafted == 0 for r in done} == {True, False}
-        assert all(r.t_verify > 0 and (r.t_draft > 0) == (r.drafted > 0) for r in done)
+        assert all(r.t_verify > 0 and r.t_draft > 0 for r in done)
+        if way.get("depth") == "auto":  # of trees, which may have less levels than their size allows
+            assert len({r.drafted for r in done}) > 2
 
 
 def pools_of(engine: Engine) -> list[int]:
