@@ -92,7 +92,8 @@ def test_an_option_without_effect_is_refused_even_with_its_default_value(command
 )
 def test_options_with_effect_are_accepted(command, given, fledge, monkeypatch):
     took = []
-    monkeypatch.setattr(f"{OPTIONS[command].__module__}.run", lambda options, *_: took.append(options) or {})
+    module = "fledge.jobs.train" if command == "train" else OPTIONS[command].__module__
+    monkeypatch.setattr(f"{module}.run", lambda options, *_: took.append(options) or {})
     monkeypatch.setattr("fledge.jobs.evaluate.print_table", lambda *_: None)
     fledge(command, *SOME[command], *given.split())
     assert len(took) == 1
@@ -126,6 +127,7 @@ COMMON = tuple(c for c in OPTIONS if c != "demo")  # which has few options of it
 READERS = {  # the commands that print a module's messages; all commands for other modules
     **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
     "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
+    "jobs/train.py": ("train",),
     **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
     **{f"jobs/chatting/{file.name}": ("chat",) for file in (ROOT / "jobs" / "chatting").iterdir()},
     "jobs/answers_file.py": ("regenerate",),

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 import fledge as api
 from fledge.config import DraftConfig
+from fledge.jobs.training import recipe as recipes
 from fledge.jobs.training.options import TrainOptions
 from fledge.jobs.training.plain_yaml import read_yaml, write_yaml
 from fledge.jobs.training.recipe import NewDraft, resolve
 from fledge.jobs.training.recipe_file import with_config
 from fledge.models import weights
+from fledge.train.cod import DropTokens
 from support.chats import tiny_chats
 from support.runs import recipe_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -258,15 +260,15 @@ def test_a_recipe_is_resolved_from_the_table_of_methods(made: Path) -> None:
         (),
     ) and eagle1.objective.drop is None
     peagle = recipe(method="peagle", cod_min_rate=0.5)
-    assert (peagle.objective.gamma, peagle.objective.drop) == (1.0, (0.8, 0.5))
-    assert recipe().objective.drop is None and recipe(cod_rate=0.7).objective.drop == (0.7, 0.2)
+    assert (peagle.objective.gamma, peagle.objective.drop) == (1.0, DropTokens(0.8, 0.5))
+    assert recipe().objective.drop is None and recipe(cod_rate=0.7).objective.drop == DropTokens(0.7, 0.2)
     with pytest.raises(FrozenInstanceError):
         peagle.depth = 3
 
 
 def test_the_config_of_the_draft_to_train_further_is_read_once(made: Path, fledge, monkeypatch, tmp_path: Path) -> None:
-    reads, read = [], weights.read_draft_config
-    monkeypatch.setattr(weights, "read_draft_config", lambda name: reads.append(name) or read(name))
+    reads, read = [], recipes.read_draft_config
+    monkeypatch.setattr(recipes, "read_draft_config", lambda name: reads.append(name) or read(name))
     words = "--target", made / "target", "--data", made / "chats.jsonl", "--init-from", made / "draft"
     ran = fledge("train", *words, "--out", tmp_path / "run", *SHORT[:6], "--device", "cpu")
     assert ran.code == 0 and reads == [str(made / "draft")], ran.err
