@@ -97,6 +97,7 @@ class Batch:
     ):  # fmt: skip
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
         self.drafts = self.records = proposer.draft is not None
+        self.kind = (self.drafts, False)  # whether its requests ask for a draft, and draw drafted tokens
         self.due = 0  # rounds until another size is considered
         self.rests = False  # whether the requests should go on without the draft
         self.weights_at: tuple[Any, ...] = ()  # see `Engine._weights_at`
@@ -188,6 +189,11 @@ class Batch:
         states = [joining.state] if self.rounds is None else [self.rounds.state, joining.state]
         self.running += [joining.requests[i] for i in going]
         self._set_rounds(RoundState.concatenate([state.rows(self.proposer.rows) for state in states]))
+
+    def dismiss(self) -> None:
+        """Removes requests that are over, though a round with them may have been launched."""
+        self._finish_launched()
+        self._dismiss()
 
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""

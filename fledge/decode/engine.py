@@ -6,9 +6,9 @@ import atexit
 import copy
 import functools
 import inspect
+import itertools
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields, replace
@@ -29,7 +29,7 @@ from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting
 from fledge.decode.request import Completion, Request
 from fledge.decode.rounds import EagerWarning, can_capture
-from fledge.decode.scheduler import BatchScheduler, Beginning
+from fledge.decode.scheduler import Schedule
 from fledge.decode.text import TextStream
 from fledge.kernels.implementations import best_impl
 from fledge.models.draft import Draft
@@ -83,6 +83,9 @@ class Engine:
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
         self._acceptance, self._warned_of_mode, self._warned_of_eager = Acceptance(), False, False
+        self.places = BATCH  # the most requests of `add` that are decoded together
+        self._added: Schedule | None = None  # the requests of `add`
+        self._numbers = itertools.count()
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
@@ -151,7 +154,7 @@ class Engine:
             copied = replace(own, processors=copy.deepcopy(own.processors))
             requests.append(self._request(prompt, number, drafts, max_new_tokens, copied, stop))
         indices = {r: index for index, r in enumerate(requests)}
-        with closing(self._decode(requests, batch or BATCH, drafts)) as decoding:
+        with closing(self._decode(requests, batch or BATCH)) as decoding:
             for complete in (r for updated in decoding for r in updated if r.over):
                 complete.close()
                 answered(indices[complete])
@@ -216,14 +219,14 @@ class Engine:
         """
         drafts = self._drafts(speculate)
         own = _sampling(sampling, sampling_options, Engine.stream)
-        stream = self._text_pieces(self._request(prompt, request, drafts, max_new_tokens, own, stop, into), drafts)
+        stream = self._text_pieces(self._request(prompt, request, drafts, max_new_tokens, own, stop, into))
         _STREAMS.add(stream)
         return stream
 
-    def _text_pieces(self, request: Request, drafts: bool) -> Generator[str, None, None]:
+    def _text_pieces(self, request: Request) -> Generator[str, None, None]:
         try:
             # closed at once, not when Python gets to it, so that the request's memory is free
-            with closing(self._decode([request], 1, drafts)) as decoding:
+            with closing(self._decode([request], 1)) as decoding:
                 for _ in decoding:
                     if piece := request.text.take():
                         yield piece
@@ -277,7 +280,7 @@ class Engine:
             raise ValueError(f"the prompt has token ids outside 0..{vocabulary - 1}, the target's vocabulary")
         return Request(
             int(number), prefix, sampling, TextStream(self.target.tokenizer, stop), max_new_tokens,
-            self.target.stop_ids, into if into is not None else Completion(),
+            self.target.stop_ids, into if into is not None else Completion(), drafts,
         )  # fmt: skip
 
     def warn_of_mode(self, messages: Sequence[Any], template: ChatTemplate | None = None, **chat: Any) -> None:
@@ -317,24 +320,72 @@ class Engine:
         reserved = self.drafting.deepest if self.draft is not None and not self.target.rotary else 0
         return self.target.context - reserved
 
-    def _decode(
-        self, requests: Sequence[Request], batch: int, drafts: bool
-    ) -> Generator[list[Request], None, None]:  # fmt: skip
-        """Decodes requests until they are complete. Yields those that tokens were committed to, each time, without
-        others. Between two of these, it has the target, its caches and the draft for itself."""
+    def add(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        speculate: bool = True,
+        request: int | None = None,
+        **sampling_options: Any,
+    ) -> Request:
+        """Adds a request, at any time and from any thread, which `step` decodes together with all others.
+
+        The options are those of `stream`; `request` None is a number that no request of `add` had before. The answer is
+        the one that the prompt would get alone. Its tokens are in `done`, and `take` returns text in pieces. Raises
+        TypeError and ValueError as `stream`.
+        """
+        own, drafts = _sampling(sampling, sampling_options, Engine.add), self._drafts(speculate)
+        number = next(self._numbers) if request is None else request
+        added = self._request(prompt, number, drafts, max_new_tokens, own, stop)
+        with self._lock:
+            if self._added is None:
+                self._added = Schedule(self, 1 if self._batching_problem else self.places)
+            self._warn_if_eager([added], drafts)
+            self._added.waiting.append(added)
+        return added
+
+    def step(self) -> list[Request]:
+        """Runs one prefill or one round of the requests of `add`. Returns those that tokens were committed to; an empty
+        list if there are no requests. An exception ends all requests of `add`."""
+        with self._lock:
+            if self._added is None:
+                return []
+            try:
+                updated = self._added.step()
+            except BaseException:
+                self._added.close()
+                self._added = None
+                raise
+        if complete := [r for r in updated if r.over]:
+            self._warn_at_chance(complete)
+        return updated
+
+    def abort(self, request: Request) -> None:
+        """Ends a request of `add`, at any time and from any thread, and frees its memory."""
+        with self._lock:
+            if self._added is not None:
+                self._added.abort(request)
+
+    def _decode(self, requests: Sequence[Request], batch: int) -> Generator[list[Request], None, None]:
+        """Decodes requests, at most `batch` together, until they are complete. Yields those that tokens were committed
+        to, each time. Between two of these, it has the target, its caches and the draft for itself."""
         if requests:
-            self._warn_if_eager(requests, drafts)
-        decoding = self._run(deque(requests), batch, drafts)
+            self._warn_if_eager(requests, requests[0].drafts)
+        schedule = Schedule(self, batch)
+        schedule.waiting.extend(requests)
         try:
             while True:
                 with self._lock:
-                    updated = next(decoding, None)
-                if updated is None:
+                    updated = schedule.step()
+                if not updated:
                     return
                 yield updated
-        finally:
+        finally:  # also if the consumer stops early
             with self._lock:
-                decoding.close()
+                schedule.close()
 
     def _warn_if_eager(self, requests: Sequence[Request], drafts: bool) -> None:
         """Issues an `EagerWarning`, once, if rounds cannot be captured because of something other than the target."""
@@ -351,25 +402,6 @@ class Engine:
             self._warned_of_eager = True
             message = f"rounds are not captured as CUDA graphs and take several times as long, since {reason}"
             warnings.warn(message, EagerWarning, stacklevel=4)
-
-    def _run(self, waiting: deque[Request], batch: int, drafts: bool) -> Generator[list[Request], None, None]:
-        """Decodes waiting requests with or without the draft, or as the chooser says."""
-        chooser = self.chooser if drafts else None
-
-        def take(drafts_now: bool) -> Batch:
-            used = self.take_batch(drafts_now)
-            used.records, used.chooser = drafts, chooser
-            return used
-
-        scheduler, beginning = BatchScheduler(take, self.put_back, self.target.pads, drafts), Beginning(batch)
-        with closing(scheduler):  # also if the consumer stops early
-            while waiting or scheduler.running:
-                count = beginning.count(scheduler.running, len(waiting))
-                if chooser is not None and not scheduler.running:
-                    scheduler.drafts = not chooser.rests(count)
-                if count:
-                    yield from scheduler.add([waiting.popleft() for _ in range(count)])
-                yield from scheduler.round()
 
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""

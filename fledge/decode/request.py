@@ -32,7 +32,8 @@ class Request:
     """A prompt that is being answered.
 
     `prefix` is the prompt and every committed token. `fresh` are the tokens that were committed last. `limit` is the
-    most tokens to generate. Results go to `done`. `over`: whether the answer is complete.
+    most tokens to generate. `drafts`: whether the request asks for the draft. Results go to `done`. `over`: whether the
+    answer is complete, or the request was aborted.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Request:
     limit: int
     stop_ids: frozenset[int]
     done: Completion
+    drafts: bool = False
     fresh: list[int] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     over: bool = False
@@ -63,7 +65,7 @@ class Request:
             done.finish = "stop"
         if not done.finish and len(done.tokens) >= self.limit:
             done.finish = "length"
-        self.over = text.stopped or done.finish != ""
+        self.over = self.over or text.stopped or done.finish != ""  # an aborted request stays over
         done.trace.t_total = time.perf_counter() - self.began
 
     def is_last(self) -> Callable[[int], bool]:
@@ -87,6 +89,10 @@ class Request:
     def longest(self) -> int:
         """The most tokens that prompt and answer can have together."""
         return len(self.prefix) + self.limit - len(self.done.tokens)
+
+    def take(self) -> str:
+        """The text that is certain by now and was not handed out; all of it, if the request is over."""
+        return self.text.take() + (self.close() if self.over else "")
 
     def close(self) -> str:
         """Finishes the text and returns what of it was not handed out."""

@@ -1,12 +1,18 @@
-"""When waiting requests begin, and in which batches."""
+"""The requests of an engine: when they begin, in which batches they are decoded, and what a step does."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from fledge.decode.batch import Batch
 from fledge.decode.request import Request
+
+if TYPE_CHECKING:
+    from fledge.decode.engine import Engine
 
 SMALL_BATCH_SLOTS = 8192  # a batch with at most this many cache slots, padding included, may have any lengths
 BEGINNING = 0.005  # seconds for which a beginning stops the running requests, besides its work for each that begins
@@ -39,61 +45,98 @@ class Beginning:
         return places
 
 
-class BatchScheduler:
-    """Distributes requests over batches.
+class Schedule:
+    """Requests that come and go while others are decoded, at most `places` of them together.
 
-    If the target's cache `pads`, a batch has as many slots for each request as its longest request needs. A request
-    that is much longer than the others therefore gets another batch. Otherwise there is one batch. A round is one round
-    of each batch. While no request runs, `drafts` may be changed: whether requests are decoded with the draft.
+    Requests that are decoded with the draft and those without it are in different batches, and so are requests whose
+    drafted tokens are drawn and those whose are not. If the target's cache `pads`, a batch has as many slots for each
+    request as its longest request needs; a request that is much longer than the others therefore gets a batch of its
+    own. A round is one round of each batch. An exception in `step` leaves nothing to go on with but `close`.
     """
 
-    def __init__(self, take: Callable[[bool], Batch], put_back: Callable[[Batch], None], pads: bool, drafts: bool):
-        """`take` returns a batch without requests, with a draft or without one, and `put_back` takes it back."""
-        self.take, self.put_back, self.pads, self.drafts = take, put_back, pads, drafts
+    def __init__(self, engine: Engine, places: int):
+        self.engine, self.chooser, self.pads = engine, engine.chooser, engine.target.pads
+        self.waiting: deque[Request] = deque()
+        self.beginning = Beginning(places)
+        self.prefills: Iterator[list[Request]] | None = None  # of the requests that begin
         self.batches: list[Batch] = []
+        self.rests = False  # whether requests that ask for a draft are decoded without it
 
     @property
     def running(self) -> int:
-        """The number of requests that are not complete."""
+        """The number of requests that have begun and are not complete."""
         return sum(len(batch.running) for batch in self.batches)
 
-    def add(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Adds each request to the first batch that it fits in, or to a new one; prefills and yields as `Batch.add`."""
-        if not self.running and any(batch.drafts != self.drafts for batch in self.batches):
-            self.close()
-        new: dict[Batch, list[Request]] = {batch: [] for batch in self.batches}
-        for request in requests:
-            fitting = (batch for batch in new if self._fit([*batch.running, *new[batch], request]))
-            if (batch := next(fitting, None)) is None:
-                batch = self._open()
-                new[batch] = []
-            new[batch].append(request)
-        for batch, added in new.items():
-            yield from batch.add(added)
+    def step(self) -> list[Request]:
+        """Runs a prefill of requests that begin, or a round. Returns the requests that tokens were committed to; none
+        if all requests are complete."""
+        updated: list[Request] = []
+        while not updated and (self.waiting or self.running or self.prefills is not None):
+            if self.prefills is None and (count := self.beginning.count(self.running, len(self.waiting))):
+                self.prefills = self._begin([self.waiting.popleft() for _ in range(count)])
+            if self.prefills is None:
+                updated = self._round()
+            elif (prefilled := next(self.prefills, None)) is None:
+                self.prefills, updated = None, self._round()
+            else:
+                updated = prefilled
+        return updated
 
-    def round(self) -> Iterator[list[Request]]:
-        """Runs a round of every batch. Yields the requests that tokens were committed to, then removes complete ones.
-        The requests of a batch that rests go on in a batch without a draft."""
-        for batch in self.batches[:]:
-            if batch.running:
-                yield batch.round()
-            if batch.rests:
-                self.drafts = False
-                plain = self._open()
-                yield plain.take_over(batch)
-            if not batch.running and len(self.batches) > 1:
-                self.batches.remove(batch)
-                self.put_back(batch)
+    def abort(self, request: Request) -> None:
+        """Ends a request, whose memory is free at once."""
+        request.over = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+        for batch in self.batches:
+            if request in batch.running:
+                batch.dismiss()
 
     def close(self) -> None:
         """Gives all batches back, with their requests, complete or not."""
+        self.prefills = None
         while self.batches:
-            self.put_back(self.batches.pop())
+            self.engine.put_back(self.batches.pop())
 
-    def _open(self) -> Batch:
-        """Another batch."""
-        self.batches.append(batch := self.take(self.drafts))
+    def _begin(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        """Adds each request to the first batch that it fits in, or to a new one; prefills and yields as `Batch.add`."""
+        drafting = [r for r in requests if r.drafts]
+        if drafting and self.chooser is not None and not any(b.running and b.kind[0] for b in self.batches):
+            self.rests = self.chooser.rests(len(drafting))
+        for batch in [b for b in self.batches if not b.running and b.drafts != (b.kind[0] and not self.rests)]:
+            self._remove(batch)
+        new: dict[Batch, list[Request]] = {batch: [] for batch in self.batches}
+        for request in requests:
+            kind = request.drafts, request.sampling.samples_draft
+            fitting = (b for b in new if b.kind == kind and self._fit([*b.running, *new[b], request]))
+            if (batch := next(fitting, None)) is None:
+                batch = self._open(kind)
+                new[batch] = []
+            new[batch].append(request)
+        return chain.from_iterable([batch.add(added) for batch, added in new.items()])
+
+    def _round(self) -> list[Request]:
+        """Runs a round of every batch. The requests of a batch that rests go on in a batch without a draft."""
+        updated: list[Request] = []
+        for batch in self.batches[:]:
+            if batch.running:
+                updated += batch.round()
+            if batch.rests:
+                self.rests = True
+                updated += self._open(batch.kind).take_over(batch)
+            if not batch.running and len(self.batches) > 1:
+                self._remove(batch)
+        return updated
+
+    def _open(self, kind: tuple[bool, bool]) -> Batch:
+        """Another batch, for requests that (1) ask for a draft and (2) draw drafted tokens."""
+        batch = self.engine.take_batch(kind[0] and not self.rests)
+        batch.kind, batch.records, batch.chooser = kind, kind[0], self.chooser if kind[0] else None
+        self.batches.append(batch)
         return batch
+
+    def _remove(self, batch: Batch) -> None:
+        self.batches.remove(batch)
+        self.engine.put_back(batch)
 
     def _fit(self, requests: Sequence[Request]) -> bool:
         """Whether requests can share a batch: its cache has at most twice the slots that they need, or is small."""
