@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fledge.decode.batch import Batch
 from fledge.decode.engine import Engine
 from fledge.models.kv_cache import SlotPool
 from fledge.types import Sampling
@@ -142,3 +143,24 @@ def test_ten_clients_of_a_server_that_come_stream_and_leave() -> None:
         while target.pool.slots and time.monotonic() < end:
             time.sleep(0.01)
         assert not failures and target.pool.slots == 0
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_long_prompt_is_read_between_rounds(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts, while requests run, to the same tokens; also if it is aborted between two parts."""
+    target, draft, asked = good_pair(native=True)
+    engine, alone = Engine(target, draft, depth=2), Engine(target)
+    long = [t % 400 for t in range(3, 203)]
+    expected = [alone.generate(p, max_new_tokens=40).tokens for p in (asked[0], long)]
+    monkeypatch.setattr(Batch, "_part_tokens", lambda self: 16)
+    for abort in (False, True):
+        first = engine.add(asked[0], max_new_tokens=40, speculate=drafts)
+        engine.step()
+        second = engine.add(long, max_new_tokens=40, speculate=drafts)
+        rounds = [engine.step() for _ in range(6)]
+        assert rounds == [[first]] * 6, "a round between each two parts"
+        if abort:
+            engine.abort(second)
+        run_to_the_end(engine)
+        assert first.done.tokens == expected[0] and (abort or second.done.tokens == expected[1])
+        assert target.pool.slots == 0

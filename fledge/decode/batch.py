@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
 
 PREFILL_TOKENS = 8192  # maximum tokens of a prefill pass, with padding where the target pads
+# On a GPU, the seconds for which a prefill pass may stall running requests: longer prompts are read in parts, and a
+# round is run between two parts. The first part has FIRST_PART tokens, since the speed is not known yet.
+STALL, FIRST_PART, LEAST_PART = 0.05, 512, 64
 
 
 class NoDrafter:
@@ -100,6 +103,7 @@ class Batch:
         self.kind = (self.drafts, False)  # whether its requests ask for a draft, and draw drafted tokens
         self.due = 0  # rounds until another size is considered
         self.rests = False  # whether the requests should go on without the draft
+        self.prefill_speed = 0.0  # tokens per second of the latest part of a prompt; 0: not known
         self.weights_at: tuple[Any, ...] = ()  # see `Engine._weights_at`
         self.cache = target.new_cache([])
         self.running: list[Request] = []
@@ -137,7 +141,10 @@ class Batch:
         """Captures all rounds, of up to so many requests each, of requests with the sampling options of this one, which
         is prefilled but not answered. Calls `advance` for each; returns how many were not captured before."""
         captured, used = 0, self.proposer.size
-        self._join(Joining(self, [request]))
+        joining = Joining(self, [request])
+        for _ in joining.prefill():
+            pass
+        self._join(joining)
         try:
             # the largest first, whose memory the others use again
             for size in sorted(sizes, reverse=True):
@@ -154,27 +161,49 @@ class Batch:
 
     # -- requests come and go -----------------------------------------------------------------------------------
 
-    def add(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+    def add(self, requests: Sequence[Request], running: bool = False) -> Iterator[list[Request]]:
         """Prefills requests, several in a pass, and adds those that are not complete after their first token to the
-        running ones. Yields the requests that tokens were committed to. The first token does not count as a round."""
-        if requests:
-            updated = self._finish_launched()
-            self._dismiss()
+        running ones. Yields the requests that tokens were committed to. The first token does not count as a round.
+
+        With `running`, requests are running, here or in other batches: a pass then takes about STALL seconds on a GPU.
+        Nothing is yielded ([]) between two parts of a prompt, when rounds may be run.
+        """
+        if updated := self._settle():
             yield updated
         while requests:
-            count = self._prefill_count(requests)
-            self._join(Joining(self, requests[:count]))
-            yield list(requests[:count])
-            requests = requests[count:]
+            most = self._part_tokens() if running else PREFILL_TOKENS
+            joining = Joining(self, requests[: self._prefill_count(requests, most)])
+            for _ in joining.prefill(most):
+                yield []
+            if updated := self._settle():
+                yield updated
+            self._join(joining)
+            yield list(joining.requests)
+            requests = requests[len(joining.requests) :]
 
-    def _prefill_count(self, requests: Sequence[Request]) -> int:
-        """The number of requests, from the first on, whose prompts fit in a prefill pass; at least one."""
+    def _settle(self) -> list[Request]:
+        """Commits all launched rounds and removes complete requests. Returns those that tokens were committed to."""
+        updated = self._finish_launched()
+        self._dismiss()
+        return updated
+
+    def _part_tokens(self) -> int:
+        """The most tokens of a prefill pass while requests are running."""
+        if self.target.device.type == "cpu" or not self.target.prefills_in_parts:
+            return PREFILL_TOKENS
+        if not self.prefill_speed:
+            return FIRST_PART
+        return min(max(int(STALL * self.prefill_speed), LEAST_PART), PREFILL_TOKENS)
+
+    def _prefill_count(self, requests: Sequence[Request], most: int) -> int:
+        """The number of requests, from the first on, whose prompts fit in a prefill pass of `most` tokens; at least
+        one."""
         lengths = [len(r.prefix) for r in requests]
         if self.target.pads:
             passes = (n * longest for n, longest in enumerate(itertools.accumulate(lengths, max), start=1))
         else:
             passes = itertools.accumulate(lengths)
-        return max(1, sum(tokens <= PREFILL_TOKENS for tokens in passes))
+        return max(1, sum(tokens <= most for tokens in passes))
 
     def _join(self, joining: Joining) -> None:
         """Adds prefilled requests that are not complete."""
@@ -192,8 +221,7 @@ class Batch:
 
     def dismiss(self) -> None:
         """Removes requests that are over, though a round with them may have been launched."""
-        self._finish_launched()
-        self._dismiss()
+        self._settle()
 
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""
@@ -400,60 +428,67 @@ class Batch:
 
 
 class Joining:
-    """Requests that join a batch: their prefilled caches, their first tokens, and the state after these."""
+    """Requests that join a batch: after `prefill`, their caches, their first tokens, and the state after these."""
+
+    def __init__(self, batch: Batch, requests: Sequence[Request]):
+        self.batch, self.requests, self.start = batch, requests, time.perf_counter()
 
     @torch.inference_mode()
-    def __init__(self, batch: Batch, requests: Sequence[Request]):
-        self.batch, self.requests = batch, requests
-        start, target, proposer = time.perf_counter(), batch.target, batch.proposer
+    def prefill(self, most: int = PREFILL_TOKENS) -> Iterator[None]:
+        """Runs target and draft over the prompts, and commits the first tokens. A single prompt of more than `most`
+        tokens is read in parts, where the target can; yields between two of them. Frees the caches if it fails or is
+        not continued."""
+        batch, target = self.batch, self.batch.target
         batch.follow(current_stream(target.device))
-        of_target, of_draft = zip(*(batch.slots(r.longest) for r in requests), strict=True)
+        of_target, of_draft = zip(*(batch.slots(r.longest) for r in self.requests), strict=True)
         self.cache, self.draft_cache = target.new_cache(of_target), None
         try:
-            self.draft_cache = proposer.new_cache(of_draft)
+            self.draft_cache = batch.proposer.new_cache(of_draft)
+            logits_BV, aux_BAD = yield from self._read([r.prefix for r in self.requests], most)
             with current_device(target.device):
-                self._prefill(start)
+                self._begin(logits_BV, aux_BAD)
         except BaseException:
-            self.free()
+            self.cache.select([])
+            if self.draft_cache is not None:
+                self.draft_cache.select([])
             raise
 
-    def free(self) -> None:
-        """Frees the caches of all requests."""
-        self.cache.select([])
-        if self.draft_cache is not None:
-            self.draft_cache.select([])
-
-    def _prefill(self, start: float) -> None:
-        """Runs target and draft over the prompts, and commits the first tokens. `start` is when prefilling began."""
+    def _begin(self, logits_BV: Tensor, aux_BAD: Tensor) -> None:
+        """Commits the first tokens."""
         requests, target = self.requests, self.batch.target
-        logits_BV, aux_BAD = self._read([r.prefix for r in requests])
         target.check_numbers(logits_BV)
         token_B = self._first_tokens(logits_BV)
         length_B = to_device([torch.tensor([len(r.prefix) for r in requests])], target.device)[0]
         self.state = RoundState.first(token_B, aux_BAD, length_B)
         for request, token in zip(requests, token_B.tolist(), strict=True):
-            request.began = start
+            request.began = self.start
             request.commit([token])
-            request.done.trace.t_prefill = time.perf_counter() - start
+            request.done.trace.t_prefill = time.perf_counter() - self.start
 
-    def _read(self, prefixes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def _read(self, prefixes: Sequence[Sequence[int]], most: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Runs target and draft over the prompts. Returns the target's logits after each, [B, V], and its hidden states
         at the last tokens, [B, A, D], whose slots the draft reads in the first round."""
         batch, draft = self.batch, self.batch.proposer.draft
         final = draft is not None and not draft.family.reads_layers  # whether it reads the final states
-        step = PREFILL_TOKENS if len(prefixes) == 1 and batch.target.prefills_in_parts else max(map(len, prefixes))
-        for first in range(0, max(map(len, prefixes)), step):
+        longest = max(map(len, prefixes))
+        step = most if len(prefixes) == 1 and batch.target.prefills_in_parts else longest
+        for first in range(0, longest, step):
             parts = [prefix[first : first + step] for prefix in prefixes]
-            logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers, final)
-            if draft is None:
-                continue
-            states = [draft.select_states(f) for f in features]
-            following = [
-                prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
-            ]
-            read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
-            with current_device(draft.device):
-                batch.proposer.read(self.draft_cache, following, read)
+            timer = Timer(batch.target.device)
+            with current_device(batch.target.device):
+                logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers, final)
+            if draft is not None:
+                states = [draft.select_states(f) for f in features]
+                following = [
+                    prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
+                ]
+                read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
+                with current_device(draft.device):
+                    batch.proposer.read(self.draft_cache, following, read)
+            if first + step < longest:
+                timer.mark()
+                batch.prefill_speed = step / timer.seconds()[0]
+                yield
         if draft is None:
             return logits_BV, logits_BV.new_empty(len(prefixes), 0, 0)
         return logits_BV, torch.stack([aux_RAD[-1] for aux_RAD in states])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from fledge.decode.batch import Batch
@@ -78,8 +77,8 @@ class Schedule:
                 updated = self._round()
             elif (prefilled := next(self.prefills, None)) is None:
                 self.prefills, updated = None, self._round()
-            else:
-                updated = prefilled
+            else:  # nothing between two parts of a prompt
+                updated = prefilled or self._round()
         return updated
 
     def abort(self, request: Request) -> None:
@@ -112,7 +111,8 @@ class Schedule:
                 batch = self._open(kind)
                 new[batch] = []
             new[batch].append(request)
-        return chain.from_iterable([batch.add(added) for batch, added in new.items()])
+        running = self.running > 0
+        return (updated for batch, added in new.items() for updated in batch.add(added, running))
 
     def _round(self) -> list[Request]:
         """Runs a round of every batch. The requests of a batch that rests go on in a batch without a draft."""
