@@ -45,7 +45,7 @@ from fledge.kernels.likeliest import likeliest
 from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
 from fledge.kernels.top_filter import filter_top
 from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
-from fledge.kernels.tree_attention.tiles import LARGE, WORD, Tiles, tiles_for
+from fledge.kernels.tree_attention.tiles import LARGE, WORD, AttentionTiles, tiles_for
 from fledge.types import Sampling, Tree
 
 CALLS = 32
@@ -129,7 +129,7 @@ def attention_inputs(
     return given, 2 * (2 * B * room * G * d + 2 * B * S * H * d)
 
 
-def attention_tiles(rows: int, tree: bool) -> list[Tiles]:
+def attention_tiles(rows: int, tree: bool) -> list[AttentionTiles]:
     """Tiles for `rows` query rows of a key head that fit into the shared memory of an H200 with heads of 128."""
     few = rows <= 32
     block = min(max(1 << (rows - 1).bit_length(), 16), 128)
@@ -146,7 +146,7 @@ def attention_tiles(rows: int, tree: bool) -> list[Tiles]:
             if tree and n > WORD:
                 continue
             apart = (True,) if not few else (False, True) if per_processor == 1 and at_once == 4 else (False,)
-            found += [Tiles(m, n, w, stages, per_processor, mask, at_once) for mask in apart]
+            found += [AttentionTiles(m, n, w, stages, per_processor, mask, at_once) for mask in apart]
     return found
 
 
@@ -156,7 +156,7 @@ def sweep_visible(B: int, S: int, tree: bool) -> Visible | VisibleChain:
     return VisibleChain(torch.arange(S).expand(B, S), S)
 
 
-def compile_attention(shape: dict, B: int, S: int, tree: bool, tiles: Tiles) -> None:
+def compile_attention(shape: dict, B: int, S: int, tree: bool, tiles: AttentionTiles) -> None:
     """Runs attention once with these tiles, in a process of its own."""
     from fledge.kernels.tree_attention.triton import tree_attention_triton
 
@@ -188,7 +188,7 @@ def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, recor
         given, moved = attention_inputs(shape, visible, length, CALLS)
         chosen = tiles_for(S * group, d, torch.bfloat16, LARGE, length, B * shape["num_key_value_heads"], not tree)
 
-        def call(a: tuple[Tensor, ...], t: Tiles, visible=visible, counters=counters) -> Tensor:
+        def call(a: tuple[Tensor, ...], t: AttentionTiles, visible=visible, counters=counters) -> Tensor:
             return tree_attention_triton(*a, visible, d**-0.5, counters=counters, tiles=t)
 
         exact, rows = call(given[0], chosen).float(), []

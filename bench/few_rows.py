@@ -39,7 +39,7 @@ from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.kernels.decode_layer import add_rms_norm
 from fledge.kernels.few_rows import FEW_ROWS, linear_add_norm, norm_linear, norm_swiglu, plain_linear
-from fledge.kernels.few_rows.tiles import Tiles, tiles_for
+from fledge.kernels.few_rows.tiles import ProductTiles, tiles_for
 
 PARTS_ROWS = 8  # the most rows of the sweep for which programs have 8 rows and the columns of a step are in parts
 LEAST_CALLS, LEAST_BYTES = 8, 512e6  # of the different weights of a graph
@@ -122,7 +122,7 @@ def bytes_of(matrix: Matrix) -> int:
     return 2 * matrix.O * matrix.I
 
 
-def default_tiles(matrix: Matrix, M: int) -> Tiles:
+def default_tiles(matrix: Matrix, M: int) -> ProductTiles:
     return tiles_for(matrix.O, matrix.I, torch.bfloat16, M)
 
 
@@ -155,7 +155,7 @@ def fused(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, impl: str | None
     return plain_linear(a["x"], weight, impl=impl)
 
 
-def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: Tiles) -> Tensor:
+def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTiles) -> Tensor:
     """`fused` with these tiles."""
     from fledge.kernels.few_rows.triton import product, product_norm
 
@@ -165,7 +165,7 @@ def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: Tiles) ->
     return product(a["x"], weight, gated=matrix.kind == "swiglu", tiles=tiles, **norm)
 
 
-def tiled_after_norm(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: Tiles) -> Tensor:
+def tiled_after_norm(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTiles) -> Tensor:
     """`tiled` with the norm as a kernel of its own."""
     from fledge.kernels.few_rows.triton import product
 
@@ -207,7 +207,7 @@ def library_times(matrix: Matrix, weights: list[Tensor], M: int, options) -> dic
     return row
 
 
-def candidates(matrix: Matrix, M: int) -> list[Tiles]:
+def candidates(matrix: Matrix, M: int) -> list[ProductTiles]:
     """Tile sizes for M rows whose buffers fit into shared memory, with the default first."""
     default = default_tiles(matrix, M)
     if M <= PARTS_ROWS:
@@ -216,7 +216,7 @@ def candidates(matrix: Matrix, M: int) -> list[Tiles]:
     return list(dict.fromkeys([default, *candidates_of_many(matrix, min(rows, 64))]))
 
 
-def candidates_in_parts(matrix: Matrix) -> list[Tiles]:
+def candidates_in_parts(matrix: Matrix) -> list[ProductTiles]:
     blocks = [  # outputs, inputs, warps
         (16, 128, 2), (16, 256, 2), (16, 256, 4), (16, 512, 4), (16, 512, 8), (16, 1024, 8),
         (32, 64, 1), (32, 128, 2), (32, 128, 4), (32, 256, 4), (32, 256, 8), (32, 512, 8),
@@ -226,7 +226,7 @@ def candidates_in_parts(matrix: Matrix) -> list[Tiles]:
     found = []
     for (outputs, inputs, warps), stages in itertools.product(blocks, (3, 4, 6, 8, 12)):
         part = min(64, inputs // warps)
-        tiles = Tiles(outputs=outputs, inputs=inputs, part=part, warps=warps, stages=stages)
+        tiles = ProductTiles(outputs=outputs, inputs=inputs, part=part, warps=warps, stages=stages)
         shared = 2 * inputs * (outputs + tiles.rows) * (stages - 1)
         programs = math.ceil(matrix.O / outputs)
         if shared > MOST_SHARED or shared < 24 * 1024:
@@ -238,7 +238,7 @@ def candidates_in_parts(matrix: Matrix) -> list[Tiles]:
     return found
 
 
-def candidates_of_many(matrix: Matrix, rows: int) -> list[Tiles]:
+def candidates_of_many(matrix: Matrix, rows: int) -> list[ProductTiles]:
     """Tiles of one part, and a few of several. Of those whose programs share columns, the ones with the fewest and
     with the most programs that run at the same time."""
     blocks = [  # outputs, inputs, warps, stages
@@ -246,10 +246,10 @@ def candidates_of_many(matrix: Matrix, rows: int) -> list[Tiles]:
         (64, 64, 4, 8), (64, 128, 4, 6), (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 8, 4),
         (256, 64, 8, 4), (256, 64, 8, 5),
     ]  # fmt: skip
-    tiles = [Tiles(rows=rows, outputs=o, inputs=i, part=i, warps=w, stages=s) for o, i, w, s in blocks]
+    tiles = [ProductTiles(rows=rows, outputs=o, inputs=i, part=i, warps=w, stages=s) for o, i, w, s in blocks]
     if rows <= 32:
         tiles += [
-            Tiles(rows=rows, outputs=o, inputs=i, part=i // 4, warps=4, stages=s)
+            ProductTiles(rows=rows, outputs=o, inputs=i, part=i // 4, warps=4, stages=s)
             for o, i, s in ((32, 256, 4), (64, 128, 4))
         ]
     found = []
@@ -264,7 +264,7 @@ def candidates_of_many(matrix: Matrix, rows: int) -> list[Tiles]:
     return found
 
 
-def compile_one(matrix: Matrix, M: int, tiles: Tiles, device: str, dtype: torch.dtype) -> str | None:
+def compile_one(matrix: Matrix, M: int, tiles: ProductTiles, device: str, dtype: torch.dtype) -> str | None:
     """Runs a product once, on weights whose rows are one row, and returns its error; in a process of its own."""
     torch.set_default_device(device)
     torch.set_default_dtype(dtype)
@@ -277,7 +277,7 @@ def compile_one(matrix: Matrix, M: int, tiles: Tiles, device: str, dtype: torch.
     return None
 
 
-def submit(pool: ProcessPoolExecutor, matrix: Matrix, M: int, tiles: Tiles, options) -> Future | None:
+def submit(pool: ProcessPoolExecutor, matrix: Matrix, M: int, tiles: ProductTiles, options) -> Future | None:
     """`compile_one` in the pool; None if a process of it has died, and the caller compiles."""
     try:
         return pool.submit(compile_one, matrix, M, tiles, options.device, torch.get_default_dtype())
@@ -326,7 +326,7 @@ def sweep_one(
     a, default = arguments(matrix, M), default_tiles(matrix, M)
     exact = fused(matrix, a, weights[0], impl="definition").float()
     usual = fused(matrix, a, weights[0], impl="triton")
-    times: dict[Tiles, float] = {}
+    times: dict[ProductTiles, float] = {}
 
     def time_all(jobs: list, reserve: float) -> None:
         for tiles, compiled in jobs:
@@ -378,7 +378,7 @@ def sweep_one(
     record["best"].append(best_row)
 
 
-def name(t: Tiles) -> str:
+def name(t: ProductTiles) -> str:
     """Rows, outputs x inputs, columns of a part, warps, stages, splits and columns fetched ahead."""
     ahead = f" pdl{t.ahead}" if t.dependent else ""
     return (

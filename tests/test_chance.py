@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fledge.config import DraftConfig, Provenance
-from fledge.decode.chance import ROUNDS, Acceptance, ChanceWarning
+from fledge.decode.chance import ROUNDS, ChanceWarning, ChanceWatch
 from fledge.decode.engine import Engine
 from fledge.eval.prompts import EvalPrompt
 from fledge.eval.run import greedy_traces
@@ -35,8 +35,10 @@ def warned(run: Callable[[], Any]) -> list[str]:
     return [str(w.message) for w in found if w.category is ChanceWarning]
 
 
-def warnings_after(*traces: Trace, sampling: Sampling | None = None, acceptance: Acceptance | None = None) -> list[str]:
-    acceptance = acceptance or Acceptance()
+def warnings_after(
+    *traces: Trace, sampling: Sampling | None = None, acceptance: ChanceWatch | None = None
+) -> list[str]:
+    acceptance = acceptance or ChanceWatch()
     return warned(lambda: acceptance.add(traces, [sampling or Sampling()] * len(traces), CONFIG, "my-model"))
 
 
@@ -52,10 +54,10 @@ def test_the_warning_about_a_draft_at_chance_names_likely_causes():
     )
     assert "another target of the same size (its config names another-model)" in message
     assert "norm_before_residual (false) is wrong" in message and "other layers than its config names" in message
-    (message,) = warned(lambda: Acceptance().add([rounds(2, 118)], [Sampling()], CONFIG, "another-model"))
+    (message,) = warned(lambda: ChanceWatch().add([rounds(2, 118)], [Sampling()], CONFIG, "another-model"))
     assert "another target" not in message  # the config names the one that is used
     alone = replace(CONFIG, method="eagle1", aux_layers=None)
-    (message,) = warned(lambda: Acceptance().add([rounds(2, 118)], [Sampling()], alone, "another-model"))
+    (message,) = warned(lambda: ChanceWatch().add([rounds(2, 118)], [Sampling()], alone, "another-model"))
     assert message.endswith("Likely causes: it was trained on too little text of this kind")
 
 
@@ -75,7 +77,7 @@ def test_other_drafts_give_no_warning(trace, sampling):
 
 
 def test_requests_add_up_and_one_warning_is_enough():
-    found = Acceptance()
+    found = ChanceWatch()
     assert not warnings_after(rounds(0, 60), acceptance=found)
     assert len(warnings_after(rounds(0, 60), acceptance=found)) == 1
     assert not warnings_after(rounds(0, 60), acceptance=found)

@@ -15,7 +15,7 @@ from fledge.data.answering import AnswerWarning
 from fledge.decode.engine import Engine
 from fledge.jobs.chat import converse, execute
 from fledge.jobs.chatting.screen import Pipes
-from fledge.jobs.chatting.session import Answer, Session
+from fledge.jobs.chatting.session import Reply, Session
 from fledge.jobs.chatting.tints import TINTS
 from fledge.models.weights import save_draft
 from fledge.types import Sampling
@@ -40,7 +40,7 @@ def session_of(draft: bool = True, new: int = 8, sampling: Sampling | None = Non
     return Session(engine, sampling or Sampling(), new, **chat or {})
 
 
-def ask(session: Session, asked: str, said: list[str] | None = None) -> tuple[str, Answer]:
+def ask(session: Session, asked: str, said: list[str] | None = None) -> tuple[str, Reply]:
     """The text of an answer, and its figures."""
     given = []
     answer = session.answer(asked, given.extend, lambda: False, say=(said if said is not None else []).append)

@@ -22,7 +22,7 @@ from fledge.kernels.few_rows import (
     norm_swiglu,
     plain_linear,
 )
-from fledge.kernels.few_rows.tiles import Tiles, fit, most_rows, tiles_for
+from fledge.kernels.few_rows.tiles import ProductTiles, fit, most_rows, tiles_for
 from support.devices import distance, needs_triton
 
 needs_triton()
@@ -49,7 +49,9 @@ class Case:
         self.kind, self.x, self.gain, self.residual = kind, 3 * randn(M, I), 1 + randn(I) / 4, randn(M, O)
         self.weight, self.bias = randn(R, I) / I**0.5, randn(R) if bias else None
 
-    def __call__(self, rows: slice = slice(None), impl: str | None = "triton", tiles: Tiles | None = None) -> Tensor:
+    def __call__(
+        self, rows: slice = slice(None), impl: str | None = "triton", tiles: ProductTiles | None = None
+    ) -> Tensor:
         x, residual = self.x[rows], self.residual[rows]
         norm = {"gain_I": self.gain, "eps": EPS} if self.kind in ("norm", "swiglu") else {}
         if tiles is not None:
@@ -105,15 +107,15 @@ def test_values_of_many_rows(kind: str, M: int, O: int, I: int, uninitialized_me
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiles(rows=16, outputs=16, inputs=32, part=16, splits=2),
-        Tiles(outputs=32, inputs=64, splits=3),  # of two steps: the last share is empty
-        Tiles(outputs=64, inputs=16, part=16),
-        Tiles(rows=32, outputs=64, inputs=64, part=64, splits=3),
-        Tiles(rows=64, outputs=128, inputs=32, part=32, splits=2),
+        ProductTiles(rows=16, outputs=16, inputs=32, part=16, splits=2),
+        ProductTiles(outputs=32, inputs=64, splits=3),  # of two steps: the last share is empty
+        ProductTiles(outputs=64, inputs=16, part=16),
+        ProductTiles(rows=32, outputs=64, inputs=64, part=64, splits=3),
+        ProductTiles(rows=64, outputs=128, inputs=32, part=32, splits=2),
     ],
     ids=lambda t: f"{t.rows} rows {t.outputs}x{t.inputs}",
 )
-def test_tiles(kind: str, tiles: Tiles, uninitialized_memory_is_nan) -> None:
+def test_tiles(kind: str, tiles: ProductTiles, uninitialized_memory_is_nan) -> None:
     for M in (5, tiles.rows + 1):
         for dtype in (torch.float32, HALF):
             Case(kind, M, 37, 104, dtype, bias=True).check(tiles=tiles)
@@ -124,7 +126,7 @@ def test_held_columns(kind: str, uninitialized_memory_is_nan) -> None:
     """The last columns. None are held where there are no others, or these are no whole steps."""
     for I, held in ((160, 64), (160, 128), (96, 64), (64, 64), (104, 32)):
         for dtype in (torch.float32, HALF):
-            Case(kind, 5, 37, I, dtype, bias=True).check(tiles=Tiles(outputs=16, inputs=32, part=16, held=held))
+            Case(kind, 5, 37, I, dtype, bias=True).check(tiles=ProductTiles(outputs=16, inputs=32, part=16, held=held))
 
 
 @pytest.mark.parametrize(("kind", "I"), [("add", 2048), ("plain", 2064), ("norm", 2048)])
@@ -200,7 +202,7 @@ def test_a_sum_and_its_norm_in_other_tiles(uninitialized_memory_is_nan) -> None:
     case.residual = torch.cat((case.residual, torch.full_like(case.residual, torch.nan)), 1)[:, :37]
     case.x = case.x.T.contiguous().T
     for splits in (1, 2, 3):
-        tiles = Tiles(rows=64, outputs=64, inputs=32, part=32, splits=splits)
+        tiles = ProductTiles(rows=64, outputs=64, inputs=32, part=32, splits=splits)
         found, normed = product_norm(case.x, case.weight, case.bias, case.residual, gain, EPS, tiles)
         assert distance(found, case.exact()) <= TOLERANCE[HALF]
         assert distance(normed, norm_of(found, gain)) <= TOLERANCE[HALF]
@@ -269,10 +271,10 @@ def test_the_norm_of_many_rows_on_a_gpu_is_one_kernel(monkeypatch) -> None:
 
 
 def test_tiles_fit_into_shared_memory() -> None:
-    tiles = Tiles(outputs=64, inputs=256, stages=4)
+    tiles = ProductTiles(outputs=64, inputs=256, stages=4)
     assert fit(tiles, 2, 227 * 1024) == tiles
     assert [fit(tiles, 2, kib * 1024).stages for kib in (120, 100, 64, 10)] == [4, 3, 2, 2]
-    whole = Tiles(rows=64, outputs=128, inputs=64, part=64, stages=4)
+    whole = ProductTiles(rows=64, outputs=128, inputs=64, part=64, stages=4)
     assert [fit(whole, 2, kib * 1024).stages for kib in (227, 102, 100, 64, 10)] == [4, 4, 3, 2, 2]
 
 
@@ -331,13 +333,13 @@ def test_large_matrices(kind: str, O: int, I: int) -> None:
         assert all(torch.equal(case(slice(8 + a, 8 + b)), few[a:b]) for a, b in ((0, 1), (7, 8), (1, 4)))
         assert all(torch.equal(case(), whole) for _ in range(5))
         if dtype == torch.bfloat16:
-            for tiles in (Tiles(outputs=64, inputs=128, part=32, splits=3), Tiles(rows=16, stages=4)):
+            for tiles in (ProductTiles(outputs=64, inputs=128, part=32, splits=3), ProductTiles(rows=16, stages=4)):
                 case.check(tiles=tiles)
                 plain = case(tiles=tiles)
                 for ahead, late in ((128, True), (1024, False)):
                     dependent = replace(tiles, dependent=True, ahead=ahead, late=late)
                     assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))
-                held = Tiles(outputs=16, inputs=512, stages=3, held=1024)
+                held = ProductTiles(outputs=16, inputs=512, stages=3, held=1024)
                 case.check(tiles=held)
                 plain, dependent = case(tiles=held), replace(held, dependent=True, late=True)
                 assert all(torch.equal(case(tiles=dependent), plain) for _ in range(5))
@@ -354,7 +356,7 @@ def test_large_matrices_and_many_rows(kind: str, O: int, I: int) -> None:
             whole = case()
             assert torch.equal(case(fewer), whole[fewer])
             assert all(torch.equal(case(), whole) for _ in range(5))
-            tiles = Tiles(rows=M, outputs=256, inputs=64, part=64, warps=8, stages=3, splits=2)
+            tiles = ProductTiles(rows=M, outputs=256, inputs=64, part=64, warps=8, stages=3, splits=2)
             case.check(tiles=tiles)
             plain = case(tiles=tiles)
             for ahead in (128, 1024):
@@ -410,7 +412,7 @@ def test_a_captured_graph(dependent: bool, M: int) -> None:
     up, down = Case("swiglu", M, width, D, dtype), Case("add", M, D, width, dtype, seed=1)
     first, second = (replace(tiles_for(R, I, dtype, M), dependent=dependent) for R, I in ((2 * width, D), (D, width)))
 
-    def layers(x: Tensor, run: Callable[[Case, Tiles], Tensor]) -> Tensor:
+    def layers(x: Tensor, run: Callable[[Case, ProductTiles], Tensor]) -> Tensor:
         for _ in range(2):
             up.x = down.residual = x
             down.x = run(up, first)

@@ -17,7 +17,7 @@ class ChanceWarning(UserWarning):
     """The first drafted token of a round is accepted no more often than by chance."""
 
 
-class Acceptance:
+class ChanceWatch:
     """Counts how often the first drafted token of a round is accepted, over all that an engine decodes."""
 
     def __init__(self) -> None:

@@ -23,13 +23,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
-from fledge.decode.chance import Acceptance
+from fledge.decode.chance import ChanceWatch
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
 from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting
 from fledge.decode.request import Completion, Request
 from fledge.decode.rounds import EagerWarning, can_capture
-from fledge.decode.scheduler import Schedule
+from fledge.decode.scheduler import DecodeLoop
 from fledge.decode.text import TextStream
 from fledge.kernels.implementations import best_impl
 from fledge.models.draft import Draft
@@ -82,9 +82,9 @@ class Engine:
                     target.check_masks()
             template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
-        self._acceptance, self._warned_of_mode, self._warned_of_eager = Acceptance(), False, False
+        self._acceptance, self._warned_of_mode, self._warned_of_eager = ChanceWatch(), False, False
         self.places = BATCH  # the most requests of `add` that are decoded together
-        self._added: Schedule | None = None  # the requests of `add`
+        self._added: DecodeLoop | None = None  # the requests of `add`
         self._numbers = itertools.count()
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
         self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
@@ -342,7 +342,7 @@ class Engine:
         added = self._request(prompt, number, drafts, max_new_tokens, own, stop)
         with self._lock:
             if self._added is None:
-                self._added = Schedule(self, 1 if self._batching_problem else self.places)
+                self._added = DecodeLoop(self, 1 if self._batching_problem else self.places)
             self._warn_if_eager([added], drafts)
             self._added.waiting.append(added)
         return added
@@ -374,7 +374,7 @@ class Engine:
         to, each time. Between two of these, it has the target, its caches and the draft for itself."""
         if requests:
             self._warn_if_eager(requests, requests[0].drafts)
-        schedule = Schedule(self, batch)
+        schedule = DecodeLoop(self, batch)
         schedule.waiting.extend(requests)
         try:
             while True:

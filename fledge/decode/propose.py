@@ -15,7 +15,7 @@ from fledge.config import DraftConfig
 from fledge.decode.draft_size import DraftSize, SizeChooser
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
-from fledge.decode.sources import OnePassSource, Source, StepSource
+from fledge.decode.sources import CandidateSource, OnePassSource, StepSource
 from fledge.decode.state import RoundState
 from fledge.methods import METHODS, MOST_DEPTH, MOST_NODES, Method
 from fledge.models.draft import Draft
@@ -34,7 +34,7 @@ class Proposer:
     """Drafts for the requests that are decoded together, from one source, in trees of one of `shapes`: the first, until
     `use` chooses another."""
 
-    def __init__(self, source: Source, shapes: Mapping[DraftSize, Shape]):
+    def __init__(self, source: CandidateSource, shapes: Mapping[DraftSize, Shape]):
         self.source, self.shapes = source, shapes
         self.use(next(iter(shapes)))
 
@@ -82,7 +82,7 @@ class Proposer:
         return KVCache(self.source.pool, sizes)
 
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
-        """Adds slots of prompts to a cache; see `Source.read`."""
+        """Adds slots of prompts to a cache; see `CandidateSource.read`."""
         self.source.read(cache, tokens, aux)
 
     def append(self, cache: KVCache) -> None:

@@ -44,7 +44,7 @@ class Beginning:
         return places
 
 
-class Schedule:
+class DecodeLoop:
     """Requests that come and go while others are decoded, at most `places` of them together.
 
     Requests that are decoded with the draft and those without it are in different batches, and so are requests whose

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fledge.decode.sources import Front, Source
+from fledge.decode.sources import CandidateSource, Front
 from fledge.kernels.argmax import argmax_rows
 from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
 from fledge.kernels.implementations import current_device
@@ -31,9 +31,9 @@ class Shape(Protocol):
     expanded: int
     ends_early: bool = False
 
-    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
-        """The trees below the roots (target ids, int64 [B]) from the logits of `Source.begin`. Returns them and, for
-        `Source.end`, which expanded node each of their nodes was, int64 [B, N]."""
+    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+        """The trees below the roots (target ids, int64 [B]) from the logits of `CandidateSource.begin`. Returns them and, for
+        `CandidateSource.end`, which expanded node each of their nodes was, int64 [B, N]."""
         ...
 
 
@@ -55,7 +55,7 @@ class Chain(Shape):
         self.slot_N = torch.arange(-1, depth, device=device)
         self.whole_slot_N = self.slot_N.where(self.slot_N < depth - 1, -1)
 
-    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
         tokens, qs, chances = [root_B[:, None]], [], []
         logits_BSW, k = logits_BKW[:, : self.depth], 0
         while True:
@@ -86,7 +86,9 @@ class Chain(Shape):
         q_BKW = None if qs[0] is None else torch.cat(qs, dim=1)
         return Tree(token_BN, None, N - 1, count_B, q_BKW), slot_BN
 
-    def _choose(self, logits_BSW: Tensor, source: Source, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _choose(
+        self, logits_BSW: Tensor, source: CandidateSource, k: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The target ids of the tokens of S levels from level k on, int64 [B, S]; where they are drawn, their
         distributions, float64 [B, S, W]; and where chains end early, the draft's probability of each, [B, S]."""
         sampling, decoder, q_BSW = source.sampling, source.decoder, None
@@ -119,7 +121,7 @@ class DynamicTree(Shape):
         self.depth, self.nodes, self.width = depth, nodes, min(width, draft.config.draft_vocab_size)
         self.levels, self.expanded = depth, (depth - 1) * self.width
 
-    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
         ids_W, w = source.decoder.target_id_W, self.width
         found = Candidates.empty(root_B.numel(), self.depth, w, root_B.device)
         front = add_level(found, 0, *likeliest(logits_BKW[:, :1], w), ids_W)
@@ -194,7 +196,7 @@ class FixedTree(Shape):
         self.slot_N = torch.full((self.nodes,), -1, device=draft.device)
         self.slot_N[nodes] = torch.arange(self.expanded, device=draft.device)
 
-    def grow(self, source: Source, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
         B, logits = root_B.numel(), logits_BKW[:, :1]
         token_BN = root_B[:, None].repeat(1, self.parent_N.numel())
         for i, level in enumerate(self.places):

@@ -46,7 +46,7 @@ class Front:
     visible: Visible | None = None
 
 
-class Source:
+class CandidateSource:
     """A draft and its cache for the requests that are decoded together. `sampling` are the requests' options, on the
     draft's device; None drafts greedily. Where requests sample, the logits have the target's noise (`coupled`), unless
     drafted tokens are drawn on their own."""
@@ -96,7 +96,7 @@ class Source:
         """Replaces `tensors` by others."""
         self.cache.start_B, self.cache.length_B = tensors
 
-    def idle(self, spare: KVCache, size: int) -> Source:
+    def idle(self, spare: KVCache, size: int) -> CandidateSource:
         """A source of the same draft for `size` requests that do not exist, which share the segment of a cache."""
         other = copy.copy(self)
         other.cache = spare.repeated(size)
@@ -170,7 +170,7 @@ class Source:
         return self.count_N[:n]
 
 
-class StepSource(Source):
+class StepSource(CandidateSource):
     """One pass per level: the draft reads each node's token and its own output at the node's parent (EAGLE)."""
 
     sequential = True
@@ -196,7 +196,7 @@ class StepSource(Source):
         *others, self.slot_BN = tensors
         super().bind(others)
 
-    def idle(self, spare: KVCache, size: int) -> Source:
+    def idle(self, spare: KVCache, size: int) -> CandidateSource:
         other = super().idle(spare, size)
         other.slot_BN = self._no_slots(size)
         return other
@@ -267,7 +267,7 @@ class StepSource(Source):
         return self._coupled(logits_MW.unflatten(0, (requests, -1)), state_B1)
 
 
-class OnePassSource(Source):
+class OnePassSource(CandidateSource):
     """One pass for all `depth` levels: behind the fresh slots go depth - 1 more, which read a mask token and a learned
     state in place of what is not known yet (P-EAGLE, Hui et al. 2026, arXiv:2602.01469). So all nodes of a level share
     their logits."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import DraftConfig
-from fledge.eval.probe import Probe, Record, logits_error, replay, tensor_sha256
+from fledge.eval.probe import Probe, ProbeRecord, logits_error, replay, tensor_sha256
 from fledge.models.weights import FLOATS, build_draft, meta_draft, tensor_problems
 
 MOST_CHUNKS = 4  # of fc whose orders are all tried
@@ -143,7 +143,7 @@ def _norm_offsets(tensors: Tensors) -> Iterator[Swap]:
         yield cause, {**tensors, **{n: tensors[n].float() + offset for n in names}}
 
 
-def changed_tensors(tensors: Tensors, record: Record) -> tuple[list[str], dict[str, str]]:
+def changed_tensors(tensors: Tensors, record: ProbeRecord) -> tuple[list[str], dict[str, str]]:
     """The tensors but d2t whose values are not those that training wrote, and of these, the name that training wrote a
     tensor's values under, if it wrote them at all."""
     now = {name: tensor_sha256(x) for name, x in tensors.items()}

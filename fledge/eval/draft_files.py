@@ -16,7 +16,7 @@ from fledge.config import DraftConfig, RopeConfig
 from fledge.engines.layers import PLACES, layers_read, value_at
 from fledge.engines.support import TITLES
 from fledge.eval.findings import Finding
-from fledge.eval.probe import Probe, Record, read_probe
+from fledge.eval.probe import Probe, ProbeRecord, read_probe
 from fledge.fields import format_value, shortened
 from fledge.files import read_consistent
 from fledge.formats.deviations import Deviation, deviations
@@ -166,7 +166,7 @@ def _read_probe(directory: Path) -> Probe | Finding | None:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def weight_findings(draft: DraftOnDisk, record: Record | None, engines: Sequence[str]) -> list[Finding]:
+def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Sequence[str]) -> list[Finding]:
     """Tensors that are missing, unknown, of wrong shapes or dtypes, or damaged, and weight files beside the draft's
     that these engines (keys of TITLES) read. The map d2t is not among them if it is only missing
     (`vocabulary_findings`)."""
@@ -207,7 +207,7 @@ def weight_findings(draft: DraftOnDisk, record: Record | None, engines: Sequence
     return found
 
 
-def _embedding_was_added(draft: DraftOnDisk, record: Record | None) -> bool:
+def _embedding_was_added(draft: DraftOnDisk, record: ProbeRecord | None) -> bool:
     """Whether the draft has an embedding of its own, and had none when fledge wrote it."""
     own = draft.hf.get("fledge", {}).get("own_embeddings")
     trained = record.draft_config.own_embeddings if record else own
@@ -263,7 +263,7 @@ def _shape_causes(
 # -- vocabulary -------------------------------------------------------------------------------------------------------
 
 
-def vocabulary_findings(draft: DraftOnDisk, record: Record | None) -> list[Finding]:
+def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[Finding]:
     """What is wrong with the map between the vocabularies of draft and target."""
     config, d2t = draft.config, draft.tensors.get("d2t")
     W, V = config.draft_vocab_size, config.vocab_size
@@ -338,7 +338,7 @@ def _contradiction_cure(d2t_is_right: bool) -> str:
 
 
 def layer_findings(
-    draft: DraftOnDisk, target: Target, record: Record | None, engines: Sequence[str] = tuple(PLACES)
+    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
 ) -> tuple[list[Finding], list[str]]:
     """Findings and notes about the lists of the target's layers in config.json that these engines read, compared with
     each other and with those of training."""
@@ -390,7 +390,7 @@ def _layer_finding(readers: Sequence[_Reader], read: Sequence[int], trained: Seq
 
 
 def config_findings(
-    draft: DraftOnDisk, target: Target, record: Record | None, engines: Sequence[str] = tuple(PLACES)
+    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
 ) -> list[Finding]:
     """Fields of config.json that are not those of training, that contradict each other, or that these engines refuse or
     misread."""
@@ -433,7 +433,7 @@ def config_findings(
     return found
 
 
-def _engine_findings(draft: DraftOnDisk, record: Record, known: Container[str]) -> Iterator[Finding]:
+def _engine_findings(draft: DraftOnDisk, record: ProbeRecord, known: Container[str]) -> Iterator[Finding]:
     """Fields of ENGINE_FIELDS that are not those of training, without the names of known findings."""
     for place, default, symptom in ENGINE_FIELDS:
         now, before = (value_at(hf, place) for hf in (draft.hf, record.config))
@@ -448,7 +448,7 @@ def _engine_findings(draft: DraftOnDisk, record: Record, known: Container[str]) 
         yield Finding("config", f"{place} is {is_now} in {CONFIG}, and {was}", symptom, cure)
 
 
-def changed_fields(config: DraftConfig, record: Record) -> list[tuple[str, str, str]]:
+def changed_fields(config: DraftConfig, record: ProbeRecord) -> list[tuple[str, str, str]]:
     """The fields of a draft's config that differ from the recorded ones: (name, value now, value before)."""
     before = record.draft_config
     return [
@@ -530,7 +530,7 @@ def rope_note(draft: DraftOnDisk, target: Target) -> str:
 
 
 def template_findings(
-    draft: DraftOnDisk, target: Target, record: Record, renders: Mapping[str, Sequence[str]]
+    draft: DraftOnDisk, target: Target, record: ProbeRecord, renders: Mapping[str, Sequence[str]]
 ) -> tuple[list[Finding], list[str]]:
     """Findings and notes about the chat template. `renders` are the chats of the record as the target's template
     renders them with the template arguments in config.json ("now") and with those of training ("before")."""

@@ -128,7 +128,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Record:
+class ProbeRecord:
     """What is known of a draft when it is written.
 
     `config` is its config.json, `tensors` the `tensor_sha256` of its weights by the names of `Draft`'s state dict.
@@ -171,7 +171,7 @@ class Probe:
     id_J: Tensor
     head_JE: Tensor | None
     logits_RKSJ: Tensor
-    record: Record
+    record: ProbeRecord
 
 
 # -- making -----------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def rounded_copy(draft: Draft, dtype: torch.dtype) -> Draft:
     return build_draft(draft.config, tensors)
 
 
-def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: Record) -> dict[str, bytes]:
+def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: ProbeRecord) -> dict[str, bytes]:
     """The files of a draft's probe, by their paths in its directory. `draft` is connected to its target and is saved in
     `dtype`. The config, the tensors and the versions of `record` are set here."""
     copy, config = rounded_copy(draft, dtype), draft.config
@@ -342,7 +342,7 @@ def read_probe(directory: Path) -> Probe | None:
         raise ValueError(f"the probe in {directory / FOLDER} cannot be read ({why})") from e
 
 
-def _read_record(content: Any) -> Record:
+def _read_record(content: Any) -> ProbeRecord:
     top = Fields(content, _RECORD)
     if top.get("format") is None:
         raise ValueError("its format is not known")
@@ -356,12 +356,12 @@ def _read_record(content: Any) -> Record:
     rest = {name: top.get(name) for name in _RECORD if name not in ("format", "decoding")}
     if missing := [name for name, value in rest.items() if value is None and name != "eval_tau"]:
         raise ValueError(f"{missing[0]} is missing")
-    record = Record(**rest, decoding=decoding)
+    record = ProbeRecord(**rest, decoding=decoding)
     record.draft_config  # noqa: B018 (raises ValueError for a config that is not a draft's)
     return record
 
 
-def _assembled(tensors: Mapping[str, Tensor], record: Record) -> Probe:
+def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
     config = record.draft_config
     token_N, id_J = tensors["tokens"].long(), tensors["draft_ids"].long()
     excerpt = Excerpt(token_N, tensors["states"], record.steps)

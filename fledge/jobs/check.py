@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fledge.config import DraftConfig
     from fledge.eval.draft_files import DraftOnDisk
     from fledge.eval.findings import Report
-    from fledge.eval.probe import Decoding, Probe, Record
+    from fledge.eval.probe import Decoding, Probe, ProbeRecord
     from fledge.jobs.display import ProgressDisplay, ResultPrinter
     from fledge.models.draft import Draft
     from fledge.models.weights import DraftFiles
@@ -209,7 +209,7 @@ def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
     return " and ".join(by_engine)
 
 
-def _renders(draft: DraftOnDisk, target: TransformersTarget, record: Record) -> dict[str, list[str]]:
+def _renders(draft: DraftOnDisk, target: TransformersTarget, record: ProbeRecord) -> dict[str, list[str]]:
     from fledge.data.template import ChatTemplate
     from fledge.eval.probe import render_chats
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, in_legend, legend, style
 from fledge.report.figure import Figure, Table, shown, spanned
-from fledge.report.read import Record, mapping, number, numbers_or_none
+from fledge.report.read import EvalRecord, mapping, number, numbers_or_none
 from fledge.report.training import stacked_bars
 
 LINES = 10  # records that can be told apart in one figure of lines
@@ -15,14 +15,14 @@ INTERVALS = "Whiskers are 95 % intervals over the requests"
 ROUND = {"draft_ms": "draft", "verify_ms": "verification", "overhead_ms": "the rest"}
 
 
-def decoding_figures(records: Sequence[Record]) -> list[Figure]:
+def decoding_figures(records: Sequence[EvalRecord]) -> list[Figure]:
     """All figures of the records."""
     if not records:
         return []
     return [alpha(records), taus(records), speedups(records), depths(records), trees(records), rounds(records)]
 
 
-def alpha(records: Sequence[Record]) -> Figure:
+def alpha(records: Sequence[EvalRecord]) -> Figure:
     """α by position, with intervals where requests are recorded."""
     from fledge.eval.intervals import alpha_intervals
 
@@ -70,7 +70,7 @@ def _fitting(spans: Sequence[Any], count: int) -> Sequence[Any]:
     return spans if len(spans) == count else [None] * count
 
 
-def taus(records: Sequence[Record]) -> Figure:
+def taus(records: Sequence[EvalRecord]) -> Figure:
     """τ of each record."""
     caption = (
         "Tokens committed per round; at 1, drafting is useless. {} Where intervals are far apart, the difference is "
@@ -79,7 +79,7 @@ def taus(records: Sequence[Record]) -> Figure:
     return _dots("tau-decoded", "τ", "tau", "τ, tokens per round", caption, records)
 
 
-def speedups(records: Sequence[Record]) -> Figure:
+def speedups(records: Sequence[EvalRecord]) -> Figure:
     """The speedup of each record, those of a prompt set together."""
     caption = (
         "Tokens per second with the draft over those without it, in the same run. Left of the line at 1, decoding "
@@ -89,7 +89,7 @@ def speedups(records: Sequence[Record]) -> Figure:
     return _dots("speedup", "Speedup", "speedup", "times as fast as without a draft", caption, ordered)
 
 
-def depths(records: Sequence[Record]) -> Figure:
+def depths(records: Sequence[EvalRecord]) -> Figure:
     """τ and speedup against depth."""
     return _sweep(
         records, "depth-sweep", "depth", "depth, drafted tokens",
@@ -97,7 +97,7 @@ def depths(records: Sequence[Record]) -> Figure:
     )  # fmt: skip
 
 
-def trees(records: Sequence[Record]) -> Figure:
+def trees(records: Sequence[EvalRecord]) -> Figure:
     """τ and speedup against the size of the tree."""
     return _sweep(
         records, "tree-sweep", "nodes", "nodes of the tree",
@@ -105,7 +105,7 @@ def trees(records: Sequence[Record]) -> Figure:
     )  # fmt: skip
 
 
-def rounds(records: Sequence[Record]) -> Figure:
+def rounds(records: Sequence[EvalRecord]) -> Figure:
     """The parts of a round beside a token without a draft."""
     title = "Time of a round by part"
     splits = {r.label: mapping(r.fields.get("round")) for r in records}
@@ -135,7 +135,7 @@ def rounds(records: Sequence[Record]) -> Figure:
     return Figure("round", title, caption, drawing("round", plot, height=1.75 + 0.42 * len(splits)), table)
 
 
-def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[Record]) -> Figure:
+def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[EvalRecord]) -> Figure:
     found = [(r, r.number(key), r.interval(key)) for r in records]
     found = [(r, y, span) for r, y, span in found if y]
     title = f"{what} of each record" if len(records) > 1 else what
@@ -161,20 +161,20 @@ def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequ
     return Figure(name, title, caption.format(says), svg, Table(("record", "prompts", f"{what} [95 %]"), rows))
 
 
-def _row_label(record: Record) -> str:
+def _row_label(record: EvalRecord) -> str:
     prompts = prompt_set(record)
     return record.label if prompts in record.label else f"{record.label} · {prompts}"
 
 
-def prompt_set(record: Record) -> str:
+def prompt_set(record: EvalRecord) -> str:
     """The name of a record's prompts; empty if it is not recorded."""
     name = record.fields.get("prompt_set")
     return name if isinstance(name, str) else ""
 
 
-def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: str) -> Figure:
+def _sweep(records: Sequence[EvalRecord], name: str, key: str, axis: str, command: str) -> Figure:
     """τ and speedup against the number `key`, a line for each group of records that differ in nothing else."""
-    groups: dict[str, list[Record]] = {}
+    groups: dict[str, list[EvalRecord]] = {}
     for r in records:
         if r.number(key) is not None and r.number("tau"):
             groups.setdefault(_without(r, key), []).append(r)
@@ -219,7 +219,7 @@ def _sweep(records: Sequence[Record], name: str, key: str, axis: str, command: s
     return Figure(name, title, caption, svg, Table(("records", axis, "τ [95 %]", "speedup [95 %]"), rows))
 
 
-def _without(record: Record, key: str) -> str:
+def _without(record: EvalRecord, key: str) -> str:
     """What a record has besides `key`: a label for the records that only differ in it."""
     words = f"{'depth' if key == 'depth' else ''} {record.number(key):.0f} {'nodes' if key == 'nodes' else ''}".strip()
     fields = record.fields

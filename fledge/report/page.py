@@ -10,7 +10,7 @@ from typing import Any
 from fledge.files import check_output_path, replace_text
 from fledge.report.decoding import decoding_figures
 from fledge.report.figure import Table, shown, spanned
-from fledge.report.read import Material, Record, Run, mapping, number
+from fledge.report.read import EvalRecord, Material, Run, mapping, number
 from fledge.report.training import training_figures
 
 MARK = '<meta name="generator" content="fledge report">'
@@ -81,7 +81,7 @@ def title(material: Material) -> str:
     return about if len(material.runs) + len(material.records) > 1 else about.replace("Drafts", "A draft", 1)
 
 
-def headline(r: Record) -> dict[str, Any]:
+def headline(r: EvalRecord) -> dict[str, Any]:
     """The main figures of a record, as text."""
     speed, tau = r.number("speedup"), r.number("tau")
     return {
@@ -96,13 +96,13 @@ def headline(r: Record) -> dict[str, Any]:
     }
 
 
-def identical(r: Record) -> str:
+def identical(r: EvalRecord) -> str:
     """How many outputs are those without the draft."""
     same, prompts = r.number("identical"), r.number("prompts")
     return "not compared" if same is None or prompts is None else f"{same:.0f} of {prompts:.0f}"
 
 
-def measured(r: Record) -> str:
+def measured(r: EvalRecord) -> str:
     """How a record was measured, in a line."""
     f, environment = r.fields, mapping(r.fields.get("environment"))
     temperature = number(mapping(f.get("sampling")).get("temperature"))
@@ -118,7 +118,7 @@ def measured(r: Record) -> str:
     return ", ".join(x for x in (" ".join(p for p in parts if p), kind, drafting.strip(), where) if x)
 
 
-def warnings(r: Record) -> list[str]:
+def warnings(r: EvalRecord) -> list[str]:
     """What makes the figures of a record doubtful."""
     found = []
     if different := r.number("different"):
@@ -138,7 +138,7 @@ def warnings(r: Record) -> list[str]:
     return found
 
 
-def few_requests(records: Sequence[Record]) -> list[str]:
+def few_requests(records: Sequence[EvalRecord]) -> list[str]:
     """A warning that names the records of few requests, if there are any."""
     counts = [(r, len(r.requests) or r.number("prompts")) for r in records]
     few = [f"{r.label} ({n:.0f})" for r, n in counts if n is not None and n < FEW]
@@ -146,7 +146,7 @@ def few_requests(records: Sequence[Record]) -> list[str]:
     return [f"Few requests, so that these figures are a hint: {named}."] if few else []
 
 
-def pauses(records: Sequence[Record]) -> list[str]:
+def pauses(records: Sequence[EvalRecord]) -> list[str]:
     """A sentence on each record in which speculation paused and whose reason is known."""
     from fledge.eval.metrics import pause_line
 
@@ -167,7 +167,7 @@ def training_line(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def results(records: Sequence[Record]) -> Table | None:
+def results(records: Sequence[EvalRecord]) -> Table | None:
     """All records in a table."""
     if not records:
         return None
@@ -184,7 +184,7 @@ def results(records: Sequence[Record]) -> Table | None:
     )
 
 
-def served(records: Sequence[Record]) -> Table | None:
+def served(records: Sequence[EvalRecord]) -> Table | None:
     """The records of servers in a table."""
     rows = []
     for r in records:
@@ -202,7 +202,7 @@ def served(records: Sequence[Record]) -> Table | None:
     return Table(columns, rows) if rows else None
 
 
-def samples(records: Sequence[Record]) -> list[dict[str, Any]]:
+def samples(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
     """Answers in pieces with their proposer: one of each record in turn."""
     found = [(r, s) for r in records for s in _samples_of(r)]
     rank = {id(s): i for r in records for i, s in enumerate(_samples_of(r))}
@@ -240,7 +240,7 @@ def vocabulary(run: Run) -> dict[str, Any] | None:
     return {"run": run.name, "coverage": coverage, "words": words, "size": shown(size, 0), "of": shown(target_size, 0)}
 
 
-def origin(x: Run | Record) -> dict[str, Any]:
+def origin(x: Run | EvalRecord) -> dict[str, Any]:
     """Command, versions and machine of a run or a record."""
     fields = x.summary if isinstance(x, Run) else x.fields
     command = fields.get("command")
@@ -277,11 +277,11 @@ def _span(found: tuple[float, float] | None, unit: str = "") -> str:
     return f"{found[0]:.2f} to {found[1]:.2f}{unit}" if found else ""
 
 
-def _one_per_source(records: Sequence[Record]) -> list[Record]:
+def _one_per_source(records: Sequence[EvalRecord]) -> list[EvalRecord]:
     return list({r.source: r for r in reversed(records)}.values())[::-1]
 
 
-def _samples_of(record: Record) -> list[dict[str, Any]]:
+def _samples_of(record: EvalRecord) -> list[dict[str, Any]]:
     found = record.fields.get("samples")
     return [s for s in found if _is_sample(s)] if isinstance(found, list) else []
 

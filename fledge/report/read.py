@@ -43,7 +43,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Record:
+class EvalRecord:
     """A record of an evaluation, by fledge's decoder or of a server (`served`), with a label that tells it apart."""
 
     label: str
@@ -75,7 +75,7 @@ class Material:
     """All that a report is made of. `notes` say what was left out on reading."""
 
     runs: list[Run]
-    records: list[Record]
+    records: list[EvalRecord]
     notes: list[str] = field(default_factory=list)
 
 
@@ -128,7 +128,7 @@ def read_run(path: Path, notes: list[str]) -> Run:
     return Run(path.resolve().name, path, steps, text, _options(text), found if isinstance(found, dict) else {})
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[EvalRecord]:
     """The records in a JSON file, at any depth of named objects. Raises ValueError if there is none."""
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} is no record of fledge eval: it is larger than {MAX_BYTES >> 20} MiB")
@@ -142,9 +142,9 @@ def read_records(path: Path) -> list[Record]:
     return found
 
 
-def records_in(value: Any, source: Path) -> list[Record]:
+def records_in(value: Any, source: Path) -> list[EvalRecord]:
     """The records in a parsed file, each with the names on the way to it as its label."""
-    return [Record(label, source, fields) for label, fields in _records_in(value, ())]
+    return [EvalRecord(label, source, fields) for label, fields in _records_in(value, ())]
 
 
 def number(value: Any) -> float | None:
@@ -218,13 +218,13 @@ def _named(runs: list[Run]) -> list[Run]:
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
-def _labelled(records: list[Record]) -> list[Record]:
+def _labelled(records: list[EvalRecord]) -> list[EvalRecord]:
     """The records with the name of their file before the label, where there are several files."""
     files = list(dict.fromkeys(r.source for r in records))
     names = dict(zip(files, _distinct([f.with_suffix("") for f in files]), strict=True))
     several = len(files) > 1
 
-    def label(record: Record) -> str:
+    def label(record: EvalRecord) -> str:
         parts = [names[record.source]] * (several or not record.label) + [record.label] * bool(record.label)
         return ": ".join(parts)
 

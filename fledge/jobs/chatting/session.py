@@ -19,7 +19,7 @@ ROOM = 4  # an answer gets at least this part of the context (a quarter), unless
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """An answer and its cost. `seconds` are those of the engine, prompt included, without the time to show the text.
     `drafted`: whether it was decoded with the draft; None: there is no draft. `tau` is None without rounds of drafting.
     `ended`: why it ended."""
@@ -82,7 +82,7 @@ class Session:
 
     def answer(
         self, asked: str, show: Callable[[Pieces], None], stopped: Callable[[], bool], say: Callable[[str], None]
-    ) -> Answer:
+    ) -> Reply:
         """Answers a text, and adds both to the conversation.
 
         `show` gets the text in pieces while it is generated. If `stopped` returns True, the answer ends there. `say`
@@ -114,7 +114,7 @@ class Session:
             self.messages = [*prompt, history_message(self.engine.template, prompt, ids, done.tokens)]
         self._answers += 1
         by_tokens = "token limit" if limit == self.new_tokens else "context full"
-        return Answer(
+        return Reply(
             len(done.tokens),
             seconds,
             self.drafts if self.has_draft else None,

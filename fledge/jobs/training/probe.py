@@ -14,7 +14,7 @@ from fledge.eval.probe import (
     CONTEXT,
     Decoding,
     Excerpt,
-    Record,
+    ProbeRecord,
     decode,
     excerpt_range,
     first_supervised,
@@ -67,7 +67,7 @@ def make_probe(
     features = prepared.source.features(make_row([document], length, sources=[index]))
     states_TAD = draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
     excerpt = Excerpt(document.tokens[:end].long(), states_TAD, steps)
-    record = Record(
+    record = ProbeRecord(
         layers=list(prepared.layers),
         precision=_precision(recipe, prepared),
         steps=steps,

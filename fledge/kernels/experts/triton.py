@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.kernels.experts.routing import Routing
-from fledge.kernels.few_rows.tiles import MOST_ROWS, Tiles, fit
+from fledge.kernels.few_rows.tiles import MOST_ROWS, ProductTiles, fit
 from fledge.kernels.few_rows.triton import _epilogue, _sums, _sums_of_parts
 from fledge.kernels.implementations import dependent_launch
 from fledge.kernels.likeliest_triton import NOTHING, keys_of
@@ -28,17 +28,17 @@ WIDE = 1024  # outputs of a program that adds the experts of a row
 class ExpertTiles:
     """The tiles of the two products."""
 
-    gate_up: Tiles
-    down: Tiles
+    gate_up: ProductTiles
+    down: ProductTiles
 
 
 TILES = ExpertTiles(
-    gate_up=Tiles(outputs=32, inputs=256, part=64, warps=4, stages=4),
-    down=Tiles(outputs=32, inputs=256, part=64, warps=4, stages=4),
+    gate_up=ProductTiles(outputs=32, inputs=256, part=64, warps=4, stages=4),
+    down=ProductTiles(outputs=32, inputs=256, part=64, warps=4, stages=4),
 )
 EXACT = ExpertTiles(  # of float32, whose products run outside the tensor cores, and need registers
-    gate_up=Tiles(outputs=32, inputs=64, part=16, warps=4, stages=3),
-    down=Tiles(outputs=32, inputs=64, part=16, warps=4, stages=3),
+    gate_up=ProductTiles(outputs=32, inputs=64, part=16, warps=4, stages=3),
+    down=ProductTiles(outputs=32, inputs=64, part=16, warps=4, stages=3),
 )
 
 
@@ -179,7 +179,7 @@ def experts_triton(
     slots, launch = routing.slot_S.numel(), dependent_launch(x.device)
     routed = routing.order_P, routing.end_X, routing.slot_S
 
-    def product(x: Tensor, weight: Tensor, to: Tensor, O: int, gated: bool, tiles: Tiles) -> None:
+    def product(x: Tensor, weight: Tensor, to: Tensor, O: int, gated: bool, tiles: ProductTiles) -> None:
         outputs = tiles.outputs // 2 if gated else tiles.outputs
         _expert_product[(triton.cdiv(O, outputs), slots)](
             x, gain_E.contiguous() if gated else None, weight, *routed, to, x.shape[0], P, *weight.stride()[:2], eps,

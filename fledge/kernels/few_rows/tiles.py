@@ -12,7 +12,7 @@ RESERVED = 4096  # bytes of shared memory that are not buffers of the loads
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ProductTiles:
     """How a product is divided: `rows` rows of x and `outputs` rows of the weight per program, `inputs` columns a step.
 
     All are powers of 2. For a gated product, `outputs` counts the gate and the up rows. The columns of a step are
@@ -49,7 +49,7 @@ def most_rows(O: int, I: int, dtype: torch.dtype) -> int:
     return FEW_ROWS if 4096 < O < 12288 else MOST_ROWS  # with more, cuBLAS is faster there
 
 
-def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
+def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> ProductTiles:
     """The tiles of M rows and a weight [O, I].
 
     They are the same for 1 to 8 rows, for 9 to FEW_ROWS, for 17 to 32, and for more. A row has one result with any of
@@ -60,38 +60,38 @@ def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> Tiles:
     still computed the norm.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
-        return Tiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
+        return ProductTiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
     if M > FEW_ROWS:
         return _tiles_of_many(O, I, 32 if M <= 32 else 64)
     return _tiles_of_few(O, I, 8 if M <= 8 else 16)
 
 
-def _tiles_of_few(O: int, I: int, rows: int) -> Tiles:
+def _tiles_of_few(O: int, I: int, rows: int) -> ProductTiles:
     """The tiles of up to FEW_ROWS rows, in programs that have all of them, so that each weight is read once.
 
     Those between 4,096 and 12,288 outputs, and what is `dependent`, `late` and `held`, were chosen by the time of whole
     rounds. Columns are held of the product after attention, which leaves the memory idle.
     """
     if O >= 65536:
-        return Tiles(rows=rows, outputs=16, inputs=256, warps=4, stages=3, dependent=True, ahead=64, late=True)
+        return ProductTiles(rows=rows, outputs=16, inputs=256, warps=4, stages=3, dependent=True, ahead=64, late=True)
     if O >= 12288:
         outputs = 128 if rows == 8 and O >= 24576 else 64
         part = 128 if outputs == 128 else 64
-        return Tiles(
+        return ProductTiles(
             rows=rows, outputs=outputs, inputs=128, part=part, warps=2, stages=3, dependent=True, ahead=64, late=True
         )  # fmt: skip
     if O > 4096 and I > 4096:
-        return Tiles(rows=rows, outputs=32, inputs=256, warps=4, stages=4, dependent=True, ahead=256)
+        return ProductTiles(rows=rows, outputs=32, inputs=256, warps=4, stages=4, dependent=True, ahead=256)
     if O > 4096:
-        return Tiles(rows=rows, outputs=64, inputs=128, warps=2, stages=6, dependent=True, ahead=256)
+        return ProductTiles(rows=rows, outputs=64, inputs=128, warps=2, stages=6, dependent=True, ahead=256)
     stages = 3 if O > 2048 else 8
     held = 1024 if rows == 8 and O > 2048 and 2048 <= I <= 4096 else 0
-    return Tiles(
+    return ProductTiles(
         rows=rows, outputs=16, inputs=512, warps=4, stages=stages, dependent=True, ahead=256, late=True, held=held
     )  # fmt: skip
 
 
-def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:
+def _tiles_of_many(O: int, I: int, rows: int) -> ProductTiles:
     """The tiles of more than FEW_ROWS rows.
 
     Each program reads its columns of all rows of x, from the L2 cache. This costs `rows` / `outputs` of the bytes of
@@ -99,14 +99,14 @@ def _tiles_of_many(O: int, I: int, rows: int) -> Tiles:
     stages, and what is `dependent`, were chosen by the time of whole rounds.
     """
     if O >= 32000:
-        return Tiles(rows=rows, outputs=128, inputs=128, part=128, warps=8, stages=4, dependent=True, ahead=256)
+        return ProductTiles(rows=rows, outputs=128, inputs=128, part=128, warps=8, stages=4, dependent=True, ahead=256)
     if O >= 12288:
-        return Tiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=3, dependent=True, ahead=256)
-    tiles = Tiles(rows=rows, outputs=64, inputs=128, part=128, warps=4, stages=6, dependent=True, ahead=256)
+        return ProductTiles(rows=rows, outputs=128, inputs=64, part=64, warps=4, stages=3, dependent=True, ahead=256)
+    tiles = ProductTiles(rows=rows, outputs=64, inputs=128, part=128, warps=4, stages=6, dependent=True, ahead=256)
     return replace(tiles, splits=1 if I % (2 * tiles.inputs) else 2)  # unequal shares need masks in every step
 
 
-def fit(tiles: Tiles, element: int, shared: int) -> Tiles:
+def fit(tiles: ProductTiles, element: int, shared: int) -> ProductTiles:
     """The tiles with fewer stages if their buffers need more than `shared` bytes, at `element` bytes per number.
 
     Where the warps share the outputs, products may still read the buffers of one more step. The stages do not change

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.kernels.decode_layer.triton import add_rms_norm_triton
-from fledge.kernels.few_rows.tiles import FEW_ROWS, MOST_ROWS, Tiles, fit, tiles_for
+from fledge.kernels.few_rows.tiles import FEW_ROWS, MOST_ROWS, ProductTiles, fit, tiles_for
 from fledge.kernels.implementations import can_wait
 
 FINISH = 256  # outputs of a program that adds partial sums
@@ -278,7 +278,7 @@ def product(
     eps: float = 0.0,
     residual_MO: Tensor | None = None,
     gated: bool = False,
-    tiles: Tiles | None = None,
+    tiles: ProductTiles | None = None,
 ) -> Tensor:
     """The functions of the package for checked arguments, but `linear_add_norm`; returns [M, O], with O = R, or R / 2
     if `gated`.
@@ -293,7 +293,7 @@ def product(
 
 def product_norm(
     x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_MO: Tensor, gain_O: Tensor, eps: float,
-    tiles: Tiles | None = None,
+    tiles: ProductTiles | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`linear_add_norm` for checked arguments: `product`, and the norm of the result [M, O], which the kernel that adds
     partial sums computes, or one of its own. None for up to FEW_ROWS rows."""
@@ -308,7 +308,7 @@ def product_norm(
 
 def _compute(
     x_MI: Tensor, weight_RI: Tensor, bias_R: Tensor | None, gain_I: Tensor | None, eps: float,
-    residual_MO: Tensor | None, gated: bool, tiles: Tiles, after: tuple[Tensor, float] | None,
+    residual_MO: Tensor | None, gated: bool, tiles: ProductTiles, after: tuple[Tensor, float] | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`product`, and the norm of the result with the gain and epsilon `after`, where partial sums are added."""
     (M, I), R = x_MI.shape, weight_RI.shape[0]
@@ -358,7 +358,7 @@ def _compute(
 
 
 @functools.cache
-def _tiles(O: int, I: int, M: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+def _tiles(O: int, I: int, M: int, dtype: torch.dtype, device: torch.device) -> ProductTiles:
     """`tiles_for`, in the shared memory of the device and with what it supports."""
     tiles = tiles_for(O, I, dtype, M)
     if device.type != "cuda":  # the interpreter holds columns, without a wait

@@ -16,7 +16,7 @@ MANY = 4096  # slots a sequence from which the shares of few rows are combined a
 
 
 @dataclass(frozen=True)
-class Tiles:
+class AttentionTiles:
     """A program takes `rows` query rows of a key head, and its share of the slots in blocks of `slots`; both are powers
     of 2 and 16 or more. `stages` - 1 blocks are in flight at a time. There are as many shares as give each processor
     about `per_processor` programs.
@@ -41,24 +41,28 @@ class Tiles:
     late: bool = False
 
 
-def tiles_for(rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, heads: int, chain: bool) -> Tiles:
+def tiles_for(
+    rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, heads: int, chain: bool
+) -> AttentionTiles:
     """The tiles for `rows` query rows per key head of `d` dimensions and pools with `slots` slots a sequence, on a GPU
     with `shared` bytes of shared memory per block. `heads` counts the key heads of all sequences, and `chain` tells
     that the rows see slots as those of chains do. `bench/decode_kernels.py --sweep attention` times others."""
     if dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
-        return Tiles(rows=16, slots=32, warps=8, stages=1)
+        return AttentionTiles(rows=16, slots=32, warps=8, stages=1)
     wide, stages = d > 128, 3 if shared >= LARGE else 2
     block = min(max(1 << (rows - 1).bit_length(), 16), 64)
     if block < 64 and slots >= MANY and heads <= FEW_HEADS and shared >= LARGE and not wide:
-        return Tiles(rows=block, slots=64, warps=4, stages=stages, per_processor=2, combine_apart=True, late=True)
+        return AttentionTiles(
+            rows=block, slots=64, warps=4, stages=stages, per_processor=2, combine_apart=True, late=True
+        )
     if block == 32 and chain and heads <= FEW_HEADS and shared >= LARGE and not wide:  # fewer shares are added sooner
-        return Tiles(rows=block, slots=128, warps=8, stages=stages)
+        return AttentionTiles(rows=block, slots=128, warps=8, stages=stages)
     if block < 64:
-        return Tiles(rows=block, slots=32 if wide else 64, warps=4, stages=stages)
+        return AttentionTiles(rows=block, slots=32 if wide else 64, warps=4, stages=stages)
     if rows > 64 and slots >= LONG and shared >= LARGE and not wide:
-        return Tiles(rows=128, slots=64, warps=8, stages=4, apart=True, at_once=2)
+        return AttentionTiles(rows=128, slots=64, warps=8, stages=4, apart=True, at_once=2)
     # the products limit the time. Of 64 rows and 64 slots, four warps would spill registers
-    return Tiles(rows=64, slots=32, warps=8 if wide else 4, stages=stages, apart=True, at_once=2)
+    return AttentionTiles(rows=64, slots=32, warps=8 if wide else 4, stages=stages, apart=True, at_once=2)
 
 
 def share_count(programs: int, slots: int, block: int, target: int, apart: bool = False) -> int:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.kernels.implementations import dependent_launch
-from fledge.kernels.tree_attention.tiles import COUNTERS, WORD, Tiles, share_count, tiles_for
+from fledge.kernels.tree_attention.tiles import COUNTERS, WORD, AttentionTiles, share_count, tiles_for
 from fledge.kernels.tree_attention.visible import Visible, VisibleChain
 
 LOG2E = 1.4426950408889634
@@ -238,7 +238,7 @@ def _combine_rows(
 def tree_attention_triton(
     q_BSHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, start_B: Tensor, length_B: Tensor,
     visible: Visible | VisibleChain, scale: float, window: int | None = None, position_BS: Tensor | None = None,
-    counters: Tensor | None = None, tiles: Tiles | None = None,
+    counters: Tensor | None = None, tiles: AttentionTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """`tree_attention` on a GPU or in Triton's interpreter, without any synchronization with the host, with the tiles
     of `tiles_for` unless given.

@@ -27,7 +27,7 @@ from fledge.types import Features, Tree
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedModel:
     """What decoding on a CPU computes with: weights that have copies."""
 
     decoder: NativeDecoder
@@ -46,7 +46,7 @@ class NativeTarget(TransformersTarget):
         super().__init__(model, tokenizer, **options)
         if problem := native_problem(model, self.config):
             raise ValueError(f"{self.name or 'the target'} cannot run natively: {problem}")
-        self._packed: Packed | None = None
+        self._packed: PackedModel | None = None
         self._read_weights()
         self._places = self._weights_at()
 
@@ -103,9 +103,9 @@ class NativeTarget(TransformersTarget):
         weights, self._packed = [*self.native.matrices(), self.head.weight], None  # frees copies of changed weights
         self._packed = packed_model(self, weights, self._parameters, self._with_copies)
 
-    def _with_copies(self, aliases: Sequence[Tensor]) -> Packed:
+    def _with_copies(self, aliases: Sequence[Tensor]) -> PackedModel:
         *matrices, head = aliases
-        return Packed(self.native.with_matrices(iter(matrices)), head)
+        return PackedModel(self.native.with_matrices(iter(matrices)), head)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_packed": None}
