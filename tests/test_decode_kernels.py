@@ -227,15 +227,15 @@ def test_tiles_of_chains() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, at_once=1),
-        tiles.Tiles(rows=32, slots=64, warps=4, stages=2, apart=True, at_once=8),
-        tiles.Tiles(rows=128, slots=32, warps=8, stages=2, apart=True),
-        tiles.Tiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, combine_apart=True, late=True),
-        tiles.Tiles(rows=32, slots=64, warps=4, stages=2, per_processor=100, apart=True, combine_apart=True),
+        tiles.AttentionTiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, at_once=1),
+        tiles.AttentionTiles(rows=32, slots=64, warps=4, stages=2, apart=True, at_once=8),
+        tiles.AttentionTiles(rows=128, slots=32, warps=8, stages=2, apart=True),
+        tiles.AttentionTiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, combine_apart=True, late=True),
+        tiles.AttentionTiles(rows=32, slots=64, warps=4, stages=2, per_processor=100, apart=True, combine_apart=True),
     ],
     ids=lambda t: f"{t.rows}x{t.slots}",
 )
-def test_other_tiles(given: tiles.Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tiles(given: tiles.AttentionTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a sweep asks for gives the same results."""
     monkeypatch.setattr(kernels, "tiles_for", lambda *_: given)
     Case([90, 0, 33], 7, 8, 2, 16, HALF).check(window=20)
@@ -245,7 +245,7 @@ def test_other_tiles(given: tiles.Tiles, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_wide_blocks_need_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "tiles_for", lambda *_: tiles.Tiles(rows=32, slots=128, warps=8, stages=3))
+    monkeypatch.setattr(kernels, "tiles_for", lambda *_: tiles.AttentionTiles(rows=32, slots=128, warps=8, stages=3))
     for window in (None, 20):
         Case([300, 0, 128, 33], 8, 8, 2, 16, HALF, chain=True).check(window=window)
     with pytest.raises(ValueError, match="blocks of 128 slots need a chain"):
