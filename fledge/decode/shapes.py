@@ -32,8 +32,8 @@ class Shape(Protocol):
     ends_early: bool = False
 
     def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
-        """The trees below the roots (target ids, int64 [B]) from the logits of `CandidateSource.begin`. Returns the trees
-        and, for `CandidateSource.end`, which expanded node each node was, int64 [B, N]."""
+        """Grows trees below the roots (target ids, int64 [B]) from the logits of `CandidateSource.begin`. Returns the
+        trees and, for `CandidateSource.end`, which expanded node each node was, int64 [B, N]."""
         ...
 
 
