@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import random
 import runpy
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fledge.features.vllm.files import STATES
@@ -472,3 +474,45 @@ def test_the_chosen_experts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     every = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     unused = 6 * 3 * 12 * 16
     assert active_elements(SimpleNamespace(model=model, config=config)) == every - unused
+
+
+def test_golden_compares_all_but_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times, speeds, commits and the directories of both sides do not count; each bit of other numbers does."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    compare_folders = runpy.run_path(str(BENCH / "golden.py"))["compare_folders"]
+    table = "prompts     τ  tokens/s  identical\n5        {:.2f}       {}        5/5\n"
+
+    def difference(name: str, *contents: object) -> list[str]:
+        """What is found of a file with these contents, in folders as those of a case."""
+        folders = [tmp_path / side / "case" for side in ("base", "here")]
+        for folder, content in zip(folders, contents, strict=True):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            if isinstance(content, dict) and name.endswith(".safetensors"):
+                save_file(content, folder / name)
+            elif content is not None:
+                text = content if isinstance(content, str) else json.dumps(content)
+                (folder / name).write_text(text.replace("HERE", str(folder)))
+        return compare_folders(*folders)
+
+    w = torch.tensor([1.0, -4.0])
+    for name, a, b in (
+        ("m.jsonl", {"loss": 0.1, "seconds": 1}, {"loss": 0.1, "seconds": 2}),
+        ("r.json", {"of": "HERE/run", "environment": {"commit": "a"}, "x": math.nan},
+         {"of": "HERE/run", "environment": {}, "x": math.nan}),
+        ("stdout", table.format(1.5, 900), table.format(1.5, 1111)),
+        ("stdout", "8 steps took 0.09 s each", "8 steps took 0.1 s each"),
+        ("p.html", "<svg>1</svg><p>τ is 2</p><p>2 times faster</p>", "<svg>2</svg><p>τ is 2</p><p>as fast in time</p>"),
+        ("w.safetensors", {"a": w}, {"a": w.clone()}),
+    ):  # fmt: skip
+        assert difference(name, a, b) == []
+    for name, a, b, found in (
+        ("m.jsonl", {"loss": 0.1}, {"loss": 0.1 + 2**-56}, "m.jsonl: [0].loss: 0.1 → 0.10000000000000002"),
+        ("r.json", {"a": [1, 2]}, {"a": [1]}, "r.json: .a: 2 → 1 items"),
+        ("r.json", {"a": 1, "b": 2}, {"a": 1}, "r.json: .b: only one side has it"),
+        ("r.json", {"a": 1}, None, "r.json: only one side writes it"),
+        ("stdout", table.format(1.5, 900), table.format(1.51, 900), "stdout: [1]: '5  1.50  5/5' → '5  1.51  5/5'"),
+        ("w.safetensors", {"a": w}, {"a": w + 1}, "w.safetensors: a: largest relative difference 2.5e-01"),
+        ("w.safetensors", {"a": w}, {"a": w.double()}, "w.safetensors: a: another dtype or shape"),
+    ):
+        assert difference(name, a, b) == [found]
