@@ -325,7 +325,7 @@ def compare_values(a: Any, b: Any, at: str = "") -> str:
 
 
 # what depends on the clock, the machine or the commit: keys of JSON objects, parts of texts, lines and columns
-UNSTABLE_KEY = re.compile(r"seconds|_per_s$|_ms$|speedup|^(environment|versions?|fledge|fledge_version|parts|round)$")
+UNSTABLE_KEY = re.compile(r"seconds|_per_s$|_ms$|speedup|^baseline|^(environment|versions?|fledge|fledge_version|parts|round)$")
 UNSTABLE_TEXT = re.compile(
     r"\x1b\[[0-9;?]*[a-zA-Z]|\d+:\d\d:\d\d|[\d.,]+ (\w+/s|s|ms|seconds|minutes|hours)\b|[\d.]+[x×]|sha256 [0-9a-f]{64}"
     r"|fledge \d[\w.]*( \(\w+\))?|[\d.,]+ [kKMGT]i?B(?= [^.\n]*free)"
@@ -343,7 +343,7 @@ def stable_lines(text: str) -> Iterator[str]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in re.split(r"\s{2,}|[|│]", line) if cell.strip()]
         unstable = {i for i, cell in enumerate(cells) if UNSTABLE_LINE.search(cell)}
-        if len(cells) > 2 and not any(re.fullmatch(r"[-\d.,/%#]+", stable(cell)) for cell in cells):  # a table's header
+        if len(cells) > 2 and not any(re.match(r"[-\d#]", stable(cell)) for cell in cells):  # a table's header
             columns, hidden = len(cells), unstable
         elif unstable:
             continue
