@@ -325,12 +325,14 @@ def compare_values(a: Any, b: Any, at: str = "") -> str:
 
 
 # what depends on the clock, the machine or the commit: keys of JSON objects, parts of texts, lines and columns
-UNSTABLE_KEY = re.compile(r"seconds|_per_s$|_ms$|speedup|^baseline|^(environment|versions?|fledge|fledge_version|parts|round)$")
+UNSTABLE_KEY = re.compile(r"seconds|_per_s$|_ms$|speedup|^baseline|^(environment|versions|fledge_version|parts|round)$")
 UNSTABLE_TEXT = re.compile(
     r"\x1b\[[0-9;?]*[a-zA-Z]|\d+:\d\d:\d\d|[\d.,]+ (\w+/s|s|ms|seconds|minutes|hours)\b|[\d.]+[x×]|sha256 [0-9a-f]{64}"
     r"|fledge \d[\w.]*( \(\w+\))?|[\d.,]+ [kKMGT]i?B(?= [^.\n]*free)"
 )
-UNSTABLE_LINE = re.compile(r"tokens/s|baseline|with draft|speedup|faster|slower|\btimes?\b|\bms\b|minutes|second", re.I)
+UNSTABLE_LINE = re.compile(
+    r"tokens/s|baseline|with draft|speedup|faster|slower|as long as|\btimes?\b|\bms\b|minute|second", re.I
+)
 
 
 def stable(text: str) -> str:
