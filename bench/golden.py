@@ -266,7 +266,7 @@ def compare_folders(base: Path, here: Path) -> list[str]:
     """The first difference of each file that differs: weights first, then records, then text."""
     files = {p.relative_to(side) for side in (base, here) for p in side.rglob("*") if p.is_file()}
     kinds, found = (".safetensors", ".jsonl", ".json"), []
-    for file in sorted(files, key=lambda f: (-kinds.index(f.suffix) if f.suffix in kinds else 1, f)):
+    for file in sorted(files, key=lambda f: (kinds.index(f.suffix) if f.suffix in kinds else 3, f)):
         if not ((base / file).exists() and (here / file).exists()):
             found.append(f"{file}: only one side writes it")
         elif file.name != "SHA256SUMS" and (difference := compare_files(base / file, here / file)):
@@ -318,8 +318,9 @@ def compare_values(a: Any, b: Any, at: str = "") -> str:
     if isinstance(a, str) and isinstance(b, str):
         a, b = stable(a), stable(b)
         part = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        shown = [text[max(part - 30, 0) : part + 60] for text in (a, b)]
-        return f"{at}: {shown[0]!r} → {shown[1]!r}" * (a != b)
+        common = a[: min(part, 40)]
+        shown = [text[max(part - 20, len(common)) : part + 40] for text in (a, b)]
+        return f"{at}: {common!r}.. {shown[0]!r} → {shown[1]!r}" * (a != b)
     same = type(a) is type(b) and (a == b or (a != a and b != b))
     return "" if same else f"{at}: {a!r} → {b!r}"
 

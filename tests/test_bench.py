@@ -511,7 +511,7 @@ def test_golden_compares_all_but_times(tmp_path: Path, monkeypatch: pytest.Monke
         ("r.json", {"a": [1, 2]}, {"a": [1]}, "r.json: .a: 2 → 1 items"),
         ("r.json", {"a": 1, "b": 2}, {"a": 1}, "r.json: .b: only one side has it"),
         ("r.json", {"a": 1}, None, "r.json: only one side writes it"),
-        ("stdout", table.format(1.5, 900), table.format(1.51, 900), "stdout: [1]: '5  1.50  5/5' → '5  1.51  5/5'"),
+        ("stdout", table.format(1.5, 900), table.format(1.51, 900), "stdout: [1]: '5  1.5'.. '0  5/5' → '1  5/5'"),
         ("w.safetensors", {"a": w}, {"a": w + 1}, "w.safetensors: a: largest relative difference 2.5e-01"),
         ("w.safetensors", {"a": w}, {"a": w.double()}, "w.safetensors: a: another dtype or shape"),
     ):
