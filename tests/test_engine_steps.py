@@ -145,16 +145,20 @@ def test_ten_clients_of_a_server_that_come_stream_and_leave() -> None:
         assert not failures and target.pool.slots == 0
 
 
+@pytest.mark.parametrize("first_drafts", [True, False])
 @pytest.mark.parametrize("drafts", [True, False])
-def test_a_long_prompt_is_read_between_rounds(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, while requests run, to the same tokens; also if it is aborted between two parts."""
+def test_a_long_prompt_is_read_between_rounds(
+    drafts: bool, first_drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """In parts, while requests run, in the same batch or another, to the same tokens; also if it is aborted between two
+    parts."""
     target, draft, asked = good_pair(native=True)
     engine, alone = Engine(target, draft, depth=2), Engine(target)
     long = [t % 400 for t in range(3, 203)]
     expected = [alone.generate(p, max_new_tokens=40).tokens for p in (asked[0], long)]
     monkeypatch.setattr(Batch, "_part_tokens", lambda self: 16)
     for abort in (False, True):
-        first = engine.add(asked[0], max_new_tokens=40, speculate=drafts)
+        first = engine.add(asked[0], max_new_tokens=40, speculate=first_drafts)
         engine.step()
         second = engine.add(long, max_new_tokens=40, speculate=drafts)
         rounds = [engine.step() for _ in range(6)]

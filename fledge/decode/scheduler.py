@@ -123,7 +123,7 @@ class DecodeLoop:
             if batch.rests:
                 self.rests = True
                 updated += self._open(batch.kind).take_over(batch)
-            if not batch.running and len(self.batches) > 1:
+            if not batch.running and len(self.batches) > 1 and self.prefills is None:  # a prefill may be for the batch
                 self._remove(batch)
         return updated
 
