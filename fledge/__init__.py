@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine, load
-    from fledge.decode.request import Completion
+    from fledge.decode.request import Completion, Request
     from fledge.jobs.python import TrainedDraft, train_draft
     from fledge.targets.interface import Target
     from fledge.targets.loading import load_target
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Completion",
     "Engine",
+    "Request",
     "Sampling",
     "Target",
     "TrainedDraft",
@@ -38,6 +39,7 @@ __all__ = [
 _MODULES = {
     "Completion": "fledge.decode.request",
     "Engine": "fledge.decode.engine",
+    "Request": "fledge.decode.request",
     "Sampling": "fledge.types",
     "Target": "fledge.targets.interface",
     "TrainedDraft": "fledge.jobs.python",

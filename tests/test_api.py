@@ -22,7 +22,7 @@ from support.runs import recipe_of, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 PUBLIC = {
-    "Completion", "Engine", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__", "load", "load_target",
+    "Completion", "Engine", "Request", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__", "load", "load_target",
     "train_draft",
 }  # fmt: skip
 CHAT = [{"role": "user", "content": "the young bird"}]
