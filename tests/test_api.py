@@ -22,8 +22,8 @@ from support.runs import recipe_of, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 PUBLIC = {
-    "Completion", "Engine", "Request", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__", "load", "load_target",
-    "train_draft",
+    "Completion", "Engine", "Request", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__", "load",
+    "load_target", "train_draft",
 }  # fmt: skip
 CHAT = [{"role": "user", "content": "the young bird"}]
 IDS = [5, 200, 77, 31]
