@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -66,18 +65,15 @@ class _Damaged(Exception):
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[IO[str]]:
+def _open(path: Path) -> IO[str]:
     """The text of a file, decompressed."""
     newline = "" if format_of(path) == ".csv" else None  # line ends within the cells of a CSV file are its own
     if path.suffix not in COMPRESSED:
-        with path.open(encoding="utf-8-sig", newline=newline) as f:
-            yield f
-        return
+        return path.open(encoding="utf-8-sig", newline=newline)
     import pyarrow  # the package zstandard does not notice that a file is truncated
 
-    with pyarrow.input_stream(str(path), compression=COMPRESSED[path.suffix]) as stream:
-        yield io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=newline)
+    stream = pyarrow.input_stream(str(path))  # decompresses as the suffix says
+    return io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline=newline)
 
 
 def _text_lines(f: IO[str]) -> Iterator[str]:

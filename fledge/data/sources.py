@@ -23,7 +23,7 @@ from fledge.fields import check_template_kwargs, format_value
 from fledge.json_text import parse_json
 
 READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffixes after those of texts, and the names of their compression
+COMPRESSED = (".gz", ".zst")  # suffixes after those of texts
 HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?(:(?P<split>.+))?")
 MAX_SHARE = 100
 KEYS = ("source", "share", "template_kwargs", "columns")
