@@ -1,8 +1,8 @@
 """Tokenizing records: batches of records become arrays, in this process or in several worker processes.
 
-Workers are programs of their own (`work`) that talk through pipes. They are not forked, since
-a copy of a process with threads can deadlock; they do not import the user's script again, as the processes of
-`multiprocessing` do; and they end by themselves when the process that started them is gone, even if it was killed.
+Workers are programs of their own (`work`). They are not forked, since a copy of a process with threads can deadlock;
+they do not run the user's script again, as the processes of `multiprocessing` and of `concurrent.futures` do; and they
+end by themselves when the process that started them is gone, even if it was killed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -153,13 +155,13 @@ def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
         raise ValueError(
             f"the tokenizer cannot be sent to other processes ({e}); use fledge train --data-workers 1"
         ) from e
-    pool = ThreadPoolExecutor(workers)  # a thread for each worker; it waits for the worker's pipe
     started: list[_Worker] = []
+    pool = ThreadPoolExecutor(workers)  # a thread for each worker; it waits for the worker's answer
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     try:
-        started += (_Worker(startup) for _ in range(workers))
-        idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in started:
-            idle.put(worker)
+        for _ in range(workers):
+            started.append(_Worker(startup))
+            idle.put(started[-1])
         yield lambda todo: _in_order(todo, idle, pool, 3 * workers)
     finally:
         for worker in started:
@@ -195,22 +197,25 @@ class _Worker:
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         # a worker computes nothing on a GPU, and threads of several workers would compete for the cores
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from fledge.data.tokenize import work; work()"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, **environment},
-            process_group=0,  # Ctrl-C on the terminal reaches the process that started it, which then stops it
-        )  # fmt: skip
+        self.connection, theirs = Pipe()
+        with theirs:
+            code = f"from fledge.data.tokenize import work; work({theirs.fileno()})"
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path, **environment},
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                stdout=2,  # what a library prints in a worker is a message, and no output of the command
+                process_group=0,  # Ctrl-C on the terminal reaches the process that started it, which then stops it
+            )  # fmt: skip
         self.startup: bytes | None = startup
 
     def ask(self, batch: list[Record]) -> Batch:
         try:
             if self.startup is not None:
-                self.process.stdin.write(self.startup)
+                self.connection.send_bytes(self.startup)
                 self.startup = None
-            pickle.dump(batch, self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
-            self.process.stdin.flush()
-            answer = pickle.load(self.process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError) as e:
+            self.connection.send(batch)
+            answer = self.connection.recv()
+        except (EOFError, OSError) as e:
             code = self.process.wait()
             raise ValueError(
                 f"a process that tokenizes the data ended early (exit code {code}), for example for want of memory; "
@@ -223,28 +228,19 @@ class _Worker:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
-        with contextlib.suppress(OSError):  # what is left in the buffer cannot be written
-            self.process.stdin.close()
 
 
-def work() -> None:
-    """Reads the settings and then batches of records from standard input, until it ends, and answers each batch on
-    standard output: with the result, or with the error message of a record that was refused."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get into the answers
-    settings: Settings = pickle.load(sys.stdin.buffer)
-    while True:
-        try:
-            records = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        answer: Batch | str
-        try:
-            answer = tokenize(records, settings)
-        except ValueError as e:
-            answer = str(e)
-        try:
-            pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
-            answers.flush()
-        except BrokenPipeError:  # the process that asked is gone
-            os._exit(0)
+def work(descriptor: int) -> None:
+    """Receives the settings and then batches of records, until the process that sends them is gone. Answers each batch
+    with the result, or with the error message of a record that was refused."""
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):
+        settings: Settings = connection.recv()
+        while True:
+            records = connection.recv()
+            answer: Batch | str
+            try:
+                answer = tokenize(records, settings)
+            except ValueError as e:
+                answer = str(e)
+            connection.send(answer)
