@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from fledge.config import DraftConfig
-from fledge.data.documents import fingerprint
+from fledge.data.documents import Document, fingerprint
 from fledge.features.cache import FORMAT, FeatureCache, Manifest
 from fledge.features.layout import Layout, Sizes, split_shards
 from fledge.features.writer import FeatureWriter
 from fledge.models.draft import Draft
-from fledge.types import Document, Features, Packed
+from fledge.types import Features, Packed
 
 SPAN = 256
 SHARD_BYTES = 128 * 2**20
@@ -104,7 +104,7 @@ def write_random_features(
     manifest = Manifest(
         format=FORMAT, fledge_version="", target="random", target_sha256="", target_layers=max(layout.layers),
         tokenizer_sha256="", template_sha256=None, template_kwargs=None, data=[],
-        data_sha256=fingerprint(documents), max_length=max(d.tokens.numel() for d in documents),
+        data_sha256=fingerprint(documents), max_length=max(len(d.tokens) for d in documents),
         documents=len(documents), tokens=sum(sizes.tokens), last_states=sum(sizes.last), layers=list(layout.layers),
         width=layout.width, precision=layout.precision, all_last=layout.all_last,
         dtype=str(dtype).removeprefix("torch."), shards=[list(s) for s in split_shards(sizes, layout, SHARD_BYTES)],

@@ -33,6 +33,7 @@ from common import SHAPES, random_draft, seconds, write_random_features
 
 from fledge.config import DraftConfig
 from fledge.data.dataset import Rows
+from fledge.data.documents import Document
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.features.cache import FeatureCache
@@ -45,7 +46,7 @@ from fledge.jobs.training.target import set_up_process
 from fledge.models.draft import Draft
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.prefetch import with_features
-from fledge.types import Document, Features, Packed
+from fledge.types import Features, Packed
 
 LAYERS = (2, 16, 29)
 REPEATS = 5
@@ -117,9 +118,9 @@ def measure(
 
 def make_documents(supervised: float, options: argparse.Namespace) -> list[Document]:
     vocab, n = SHAPES[options.shape]["vocab_size"], options.document
-    span = torch.where(torch.arange(n) < n - int(supervised * n), -1, 0).int()
+    span = torch.where(torch.arange(n) < n - int(supervised * n), -1, 0).int().numpy()
     count = max(1, options.tokens // n)
-    return [Document(torch.randint(vocab, (n,), dtype=torch.int32), span) for _ in range(count)]
+    return [Document(torch.randint(vocab, (n,), dtype=torch.int32).numpy(), span) for _ in range(count)]
 
 
 def make_draft(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Draft, torch.Tensor]:

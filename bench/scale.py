@@ -33,6 +33,7 @@ from common import SHAPES, peak_tflops, profile, write_random_features
 from decode import random_target
 
 from fledge.data.dataset import Rows
+from fledge.data.documents import Document
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.features.cache import FeatureCache
@@ -41,7 +42,6 @@ from fledge.features.source import DiskFeatures
 from fledge.targets.compatibility import connect_draft, resolve_layers
 from fledge.train.objective import Implementation, Objective
 from fledge.train.ranks import PLACEMENTS, Ranks, connected, local_rank
-from fledge.types import Document
 
 WARM_UP = 4  # steps
 SOURCES = {"online": "online", "disk": "from disk"}
@@ -231,7 +231,7 @@ def draft_flops(c: Any, tokens: int, options: argparse.Namespace) -> float:
 def document(length: int, vocab: int, seed: int) -> Document:
     """A document of random tokens, all of which are supervised."""
     tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    return Document(tokens, torch.zeros(length, dtype=torch.int32))
+    return Document(tokens.numpy(), torch.zeros(length, dtype=torch.int32).numpy())
 
 
 if __name__ == "__main__":

@@ -34,9 +34,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fledge.data.dataset import Rows
+from fledge.data.documents import Document
 from fledge.eval.environment import environment
 from fledge.eval.record import check_record_path, write_record
 from fledge.features.vllm.command import serve_words
@@ -45,7 +47,7 @@ from fledge.features.vllm.server import Patience, VllmServer
 from fledge.features.vllm.source import VllmFeatures
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Document, Packed
+from fledge.types import Packed
 
 SETTINGS = {  # of vLLM's environment, unless the caller set them
     "VLLM_NO_USAGE_STATS": "1",
@@ -366,16 +368,9 @@ def final_state(
 
 def measure(source: VllmFeatures, tokens: int, deadline: float) -> dict[str, Any]:
     """The speed of rows that are read as training reads them, from documents of 256 to 1,024 tokens."""
-    draw = torch.Generator().manual_seed(1)
-    lengths = torch.randint(256, 1025, (max(tokens // 640, 1),), generator=draw).tolist()
-    longest = source.states.max_model_len - 1
-    documents = [
-        Document(
-            torch.randint(5, source.target.embedding.shape[0], (min(n, longest),), generator=draw, dtype=torch.int32),
-            torch.zeros(min(n, longest), dtype=torch.int32),
-        )
-        for n in lengths
-    ]
+    draw, vocab, longest = np.random.default_rng(1), source.target.embedding.shape[0], source.states.max_model_len - 1
+    lengths = np.minimum(draw.integers(256, 1025, max(tokens // 640, 1)), longest)
+    documents = [Document(draw.integers(5, vocab, n, dtype=np.int32), np.zeros(n, dtype=np.int32)) for n in lengths]
     rows = Rows(documents, 4096, 0)
     began, read = time.perf_counter(), 0
     upcoming = source.ahead(rows[0, i] for i in range(len(rows.epoch(0))))

@@ -37,18 +37,6 @@ LEAST_TEMPERATURE = 1e-6  # above 0: scores are divided by it in float32, and sm
 
 
 @dataclass(frozen=True)
-class Document:
-    """A tokenized conversation, text, or window of one.
-
-    `tokens` are the token ids. `spans` has for each token the id of its assistant turn (distinct within the document),
-    or -1 for tokens that are not supervised. Both are int32 tensors of shape [n].
-    """
-
-    tokens: Tensor
-    spans: Tensor
-
-
-@dataclass(frozen=True)
 class Packed:
     """A training row of complete documents, padded at the end with filler; all tensors int32 of shape [T].
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.config import DraftConfig
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.engines.support import ENGINES
 from fledge.eval import replays
@@ -23,7 +25,6 @@ from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, 
 from fledge.jobs import check as check_job
 from fledge.models.weights import build_draft
 from fledge.targets.loading import load_target
-from fledge.types import Document
 from support.chats import tiny_chats
 from support.drafts_on_disk import rewrite
 from support.files import change_json, listing, metrics_of, reconfigure, write_rows
@@ -253,8 +254,8 @@ def fewer_layers(draft: Path, target: Path) -> None:
 def captured_elsewhere(draft: Path, target: Path) -> None:
     """Another program has captured the outputs of layers 2, 4 and 5 and called them 2, 4, 5."""
     stored = load_file(draft / TENSORS)
-    tokens = stored["tokens"]
-    row = make_row([Document(tokens, torch.full_like(tokens, -1))], tokens.numel())
+    tokens = stored["tokens"].numpy()
+    row = make_row([Document(tokens, np.full_like(tokens, -1))], len(tokens))
     states = load_target(target).features(row, [3, 5, 6]).aux_TAD[-stored["states"].shape[0] :]
     save_file(stored | {"states": states.to(torch.bfloat16)}, draft / TENSORS)
 
@@ -826,9 +827,9 @@ def test_the_probe_is_in_a_subfolder_of_its_own(made):
 
 @pytest.mark.parametrize(("n", "first"), [(3, 1), (4, 3), (10, 2), (60, 1), (60, 55), (5000, 4000)])
 def test_an_excerpt_lies_within_its_document(n, first):
-    spans = torch.full((n,), -1, dtype=torch.int32)
+    spans = np.full(n, -1, dtype=np.int32)
     spans[first:] = 0
-    start, end, steps = excerpt_range(Document(torch.arange(n, dtype=torch.int32), spans))
+    start, end, steps = excerpt_range(Document(np.arange(n, dtype=np.int32), spans))
     assert 0 <= start < end <= min(n, CONTEXT) and 1 <= steps <= STEPS and end - start >= steps + 2
     assert end - start == min(n, SLOTS + 1 + steps) and (start <= first or first < 4)
 

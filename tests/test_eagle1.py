@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.config import DraftConfig
+from fledge.data.documents import Document
 from fledge.decode.engine import Completion, Engine
 from fledge.kernels import products
 from fledge.kernels.rope import apply_rope
@@ -21,7 +23,6 @@ from fledge.models.weights import load_draft, read_draft_config, save_draft
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Implementation, Objective, ttt
-from fledge.types import Document
 from support.decoding import assert_same, both, prompts
 from support.devices import needs_triton, on_device
 from support.losses import gradients
@@ -48,11 +49,11 @@ def by_the_paper(draft: Draft, target: TransformersTarget, d: Document) -> Tenso
     """The paper's loss: 1.0 SmoothL1 + 0.1 soft cross-entropy, summed over a document's live slots, for
     f̂_{t+1} = layer(fc([e_{t+1} ; f_t])) with causal attention over all slots. SmoothL1 is a mean over the width of the
     state."""
-    n, c, w = d.tokens.numel(), draft.config, dict(draft.named_parameters())
+    n, c, w = len(d.tokens), draft.config, dict(draft.named_parameters())
     live = sorted(t for t, k in live_by_definition(d, 1))
     if not live:
         return w["fc.weight"].sum() * 0
-    tokens = d.tokens.long()
+    tokens = torch.from_numpy(d.tokens).long()
     f = features_for(draft, target, row_of([d])).last_TD.to(draft.dtype)
     h = torch.cat([target.embedding[tokens[1:]].to(draft.dtype), f[:-1]], dim=1) @ w["fc.weight"].T
     h = h + w["fc.bias"] if "fc.bias" in w else h
@@ -163,8 +164,8 @@ def test_a_trained_draft_is_accepted() -> None:
     documents = []
     asked = prompts(3, longest=8, seed=5)
     for prompt in asked:
-        tokens = torch.tensor(prompt + engine.generate(prompt, max_new_tokens=30, speculate=False).tokens).int()
-        documents.append(Document(tokens, torch.zeros_like(tokens)))
+        tokens = np.array(prompt + engine.generate(prompt, max_new_tokens=30, speculate=False).tokens, dtype=np.int32)
+        documents.append(Document(tokens, np.zeros_like(tokens)))
     row = row_of(documents)
     features = features_for(draft, target, row)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)

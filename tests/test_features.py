@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge.data.dataset import Rows
+from fledge.data.documents import Document
 from fledge.features import reader as reader_module
 from fledge.features import writer as writer_module
 from fledge.features.budget import DiskPlan, format_bytes, parse_bytes, shard_bytes
@@ -41,7 +42,7 @@ from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective, ttt
 from fledge.train.plan import teacher_rows
 from fledge.train.prefetch import with_features
-from fledge.types import Document, Packed
+from fledge.types import Packed
 from support.features import RoundedFeatures, new_cache, writer_of
 from support.rows import document, layouts, row_of
 from support.targets import P_EAGLE, tiny_draft

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import RopeConfig
+from fledge.data.documents import Document
 from fledge.kernels import products
 from fledge.kernels.gradients import GradientSums, take_rows
 from fledge.kernels.loss import KINDS
@@ -20,7 +21,7 @@ from fledge.kernels.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_a
 from fledge.models.draft import Draft
 from fledge.models.layers import Compute, Rotary
 from fledge.train.objective import Implementation, Objective, ttt
-from fledge.types import Document, Features, Packed
+from fledge.types import Features, Packed
 from support.devices import needs_triton
 from support.losses import LossCase, gradients, loss_case
 from support.rows import DOCUMENTS, document, queries_of, row_of

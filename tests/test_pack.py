@@ -7,25 +7,26 @@ import math
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.data.dataset import Rows, make_documents
-from fledge.data.pack import FILLER_LENGTH, make_row, pack, windows
+from fledge.data.documents import Document, windows
+from fledge.data.pack import FILLER_LENGTH, make_row, pack
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.vocab import choose_vocabulary
-from fledge.types import Document
 from support.rows import live_by_definition
 from support.targets import tiny_tokenizer
 
 
 def document(spans: list[int], first: int = 0) -> Document:
     """A document with the tokens first, first + 1, ... and the given spans."""
-    tokens = torch.arange(first, first + len(spans), dtype=torch.int32)
-    return Document(tokens, torch.tensor(spans, dtype=torch.int32))
+    tokens = np.arange(first, first + len(spans), dtype=np.int32)
+    return Document(tokens, np.array(spans, dtype=np.int32))
 
 
 def some(*lengths: int) -> list[Document]:
@@ -49,11 +50,11 @@ SPANS = st.lists(st.tuples(st.booleans(), st.integers(1, 6)), min_size=1, max_si
 def test_a_long_document_is_cut_and_nothing_is_lost():
     whole = document([-1] * 3 + [0] * 20)
     parts = windows(whole, 10)
-    assert [p.tokens.numel() for p in parts] == [10, 10, 3]
-    assert torch.equal(torch.cat([p.tokens for p in parts]), whole.tokens)
-    assert torch.equal(torch.cat([p.spans for p in parts]), whole.spans)
+    assert [len(p.tokens) for p in parts] == [10, 10, 3]
+    assert np.array_equal(np.concatenate([p.tokens for p in parts]), whole.tokens)
+    assert np.array_equal(np.concatenate([p.spans for p in parts]), whole.spans)
     for part in parts:
-        n = part.tokens.numel()
+        n = len(part.tokens)
         assert make_row([part], 10).position_T[:n].tolist() == list(range(n))
 
 
@@ -76,7 +77,7 @@ def test_windows_keep_every_slot_that_fits_into_one(spans, length):
     parts = windows(whole, length)
     kept = set().union(*(live(p) for p in parts))
     assert kept == {t for t in live(whole) if t // length == (t + 2) // length}
-    assert all(live(p) and p.tokens.numel() <= length for p in parts)
+    assert all(live(p) and len(p.tokens) <= length for p in parts)
     assert [t for p in parts for t in p.tokens.tolist()] == sorted({t for p in parts for t in p.tokens.tolist()})
 
 
@@ -162,7 +163,7 @@ def test_a_row_is_live_where_its_documents_are_and_never_in_the_filler(many, fil
             read = row.span_T[t + 1 : t + 3 + k]
             assert len(set(read.tolist())) == 1 and read[0] >= 0 and row.doc_T[t] == row.doc_T[t + 2 + k]
     held = [s for s in row.span_T.unique().tolist() if s >= 0]
-    assert len(held) == sum(len(d.spans[d.spans >= 0].unique()) for d in documents), "two documents share a span id"
+    assert len(held) == sum(len(np.unique(d.spans[d.spans >= 0])) for d in documents), "two documents share a span id"
 
 
 def test_addresses_run_through_the_epochs():
@@ -199,7 +200,7 @@ def test_the_report_counts_documents_and_refused_records():
     whole = [d for r in records[:2] for d in chats.documents(r)]
     assert (report.records, report.refused, report.windowed, len(calls)) == (3, 1, 1, 3)
     assert report.documents == len(documents) == 1 + len(windows(whole[1], 32)) > 2
-    assert report.tokens == sum(d.tokens.numel() for d in documents)
+    assert report.tokens == sum(len(d.tokens) for d in documents)
     assert report.supervised == sum(int((d.spans >= 0).sum()) for d in documents)
     assert "3 records" in str(report) and "1 refused" in str(report) and "1 longer than a window" in str(report)
     assert "the first because: bad has no assistant message to train on" in str(report)
@@ -220,7 +221,7 @@ def test_data_without_live_slots_is_refused():
 
 
 def spoken(tokens: list[int], spans: list[int]) -> Document:
-    return Document(torch.tensor(tokens, dtype=torch.int32), torch.tensor(spans, dtype=torch.int32))
+    return Document(np.array(tokens, dtype=np.int32), np.array(spans, dtype=np.int32))
 
 
 def test_the_most_frequent_supervised_tokens_are_chosen_ascending():
@@ -258,8 +259,8 @@ def test_documents_are_counted_together_in_bounded_groups(monkeypatch):
     """A count is as long as the vocabulary, so one count per document would take a minute for 200,000 documents."""
     from fledge.data import vocab
 
-    counted, bincount = [], torch.bincount
-    monkeypatch.setattr(torch, "bincount", lambda x, **k: counted.append(len(x)) or bincount(x, **k))
+    counted, bincount = [], np.bincount
+    monkeypatch.setattr(np, "bincount", lambda x, **k: counted.append(len(x)) or bincount(x, **k))
     documents = [spoken([i % 10, (i * i) % 10], [-1, 0]) for i in range(1_000)]
     together = choose_vocabulary(documents, 10, 4)
     assert counted == [1_000]

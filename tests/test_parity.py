@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.kernels import ttt_attention
 from fledge.kernels.ttt_attention import OwnSteps, Queries
@@ -30,7 +31,7 @@ from fledge.train import objective
 from fledge.train import plan as plan_module
 from fledge.train.objective import Implementation, Objective, RowPass
 from fledge.train.plan import StepPlan
-from fledge.types import Document, Packed, Tree
+from fledge.types import Packed, Tree
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, live_by_definition, row_of
 from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, features_for, tiny_draft, tiny_target
@@ -160,7 +161,7 @@ def difference(
     training = training_values(training_draft or draft, target, row, steps, ways)
     expected, worst, start = set(), 0.0, 0
     for d in documents:
-        tokens = d.tokens.long()
+        tokens = torch.from_numpy(d.tokens).long()
         live = live_by_definition(d, steps)
         expected |= {(start + t, k) for t, k in live}
         for stride, pieces in chunkings if live else ():
@@ -422,7 +423,7 @@ def test_forgotten_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' longrope chooses its factors by the length of each call, so a packed row and its documents differ,
     and so do prefill and decoding. With `fix_longrope`, which chooses the factors once, they agree."""
-    assert sum(d.tokens.numel() > 16 for d in SEVERAL) == 2 < sum(d.tokens.numel() > 0 for d in SEVERAL)
+    assert sum(len(d.tokens) > 16 for d in SEVERAL) == 2 < sum(len(d.tokens) > 0 for d in SEVERAL)
     row = row_of(SEVERAL)
     target, draft = models("phi3 longrope long")
     assert difference(draft, target, SEVERAL, row) <= TOLERANCE
@@ -443,9 +444,9 @@ def test_longrope_is_one_function_of_the_document(max_length: int, native: bool)
     other = tiny_target(max_length=80 - max_length, tokenizer=False, native=native, **rope(**LONGROPE))
     start = 0
     for d in documents:
-        n = d.tokens.numel()
+        n = len(d.tokens)
         alone = features_for(draft, target, make_row([d], n))
-        stepped, _ = run_target(draft, target, d.tokens.long(), [5, *[1] * n])
+        stepped, _ = run_target(draft, target, torch.from_numpy(d.tokens).long(), [5, *[1] * n])
         here = packed.aux_TAD[start : start + n]
         torch.testing.assert_close(alone.aux_TAD, here, atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(stepped, here, atol=TOLERANCE, rtol=0)

@@ -10,12 +10,14 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.data.vocab import choose_mask_token
 from fledge.decode.engine import Engine
 from fledge.kernels import products
@@ -26,7 +28,7 @@ from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Implementation, Objective, ttt
-from fledge.types import Document, Packed, Sampling
+from fledge.types import Packed, Sampling
 from support.decoding import SAMPLINGS, assert_same, both, fit_head, prompts, spoken
 from support.devices import needs_triton, on_device
 from support.losses import assert_same_gradients, gradients
@@ -370,11 +372,11 @@ def test_a_saved_draft_is_one_that_vllm_loads(tmp_path) -> None:
 def test_the_mask_token_does_not_occur_in_the_data() -> None:
     tokenizer = tiny_target().tokenizer
     vocab = 400
-    documents = [Document(torch.arange(50, 400).int(), torch.zeros(350).int())]
+    documents = [Document(np.arange(50, 400, dtype=np.int32), np.zeros(350, dtype=np.int32))]
     chosen = choose_mask_token(documents, vocab, tokenizer, [0, 1])
     assert chosen in range(2, 50)
     assert chosen == max(i for i in tokenizer.added_tokens_decoder if 1 < i < 50)
     plain = tiny_tokenizer(None)
     assert choose_mask_token(documents, vocab, plain, [0, 1, *plain.added_tokens_decoder]) == 49
     with pytest.raises(ValueError, match="the data contains the whole vocabulary"):
-        choose_mask_token([Document(torch.arange(400).int(), torch.zeros(400).int())], vocab, tokenizer)
+        choose_mask_token([Document(np.arange(400, dtype=np.int32), np.zeros(400, dtype=np.int32))], vocab, tokenizer)

@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from fledge import load
+from fledge.data.documents import Document
 from fledge.data.modes import ModeWarning
 from fledge.data.pack import make_row
 from fledge.data.template import ChatTemplate
@@ -22,7 +23,6 @@ from fledge.jobs.training.recipe import resolve
 from fledge.jobs.training.recipe_file import RECIPES, recipe_names, with_config
 from fledge.models.weights import read_draft_config
 from fledge.targets.loading import load_target
-from fledge.types import Document
 from support.chats import tiny_chats
 from support.targets import read_alone, tiny_tokenizer
 from support.templates import GEMMA3, HARMONY, LLAMA3, QWEN3
@@ -210,7 +210,7 @@ def test_packed_documents_have_the_states_that_they_have_alone(
     target = load_target(target_of(name, targets, tmp_path), dtype=dtype)
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 400, (n,), generator=draw, dtype=torch.int32) for n in (40, 25)]
-    documents = [Document(tokens, torch.zeros_like(tokens)) for tokens in texts]
+    documents = [Document(tokens.numpy(), torch.zeros_like(tokens).numpy()) for tokens in texts]
     row = make_row(documents, 80)
     layers, tolerance = (2, 4, 5), 1e-9 if dtype is torch.float64 else 1e-4
     packed, at = target.features(row, layers), 0

@@ -7,14 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fledge import __version__
+from fledge.data.documents import Document
 from fledge.data.vocab import missing_from
 from fledge.features.cache import FeatureCache
 from fledge.models.weights import load_draft
-from fledge.types import Document
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.targets import tiny_target_directory, tiny_tokenizer
@@ -35,8 +36,8 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def test_missing_tokens_are_the_most_frequent_ones() -> None:
-    tokens = torch.tensor([5, 5, 5, 7, 7, 3, 3, 9, 8, 8, 8, 8], dtype=torch.int32)
-    spans = torch.tensor([0] * 8 + [-1] * 4, dtype=torch.int32)
+    tokens = np.array([5, 5, 5, 7, 7, 3, 3, 9, 8, 8, 8, 8], dtype=np.int32)
+    spans = np.array([0] * 8 + [-1] * 4, dtype=np.int32)
     documents = [Document(tokens, spans)] * 2
     assert missing_from(torch.tensor([7]), documents, 12, 50) == [(5, 6), (3, 4), (9, 2)]  # 8 is never supervised
     assert missing_from(torch.tensor([7]), documents, 12, 1) == [(5, 6)]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.decode.engine import Engine
 from fledge.targets.cache import TargetCache
@@ -27,7 +28,7 @@ from fledge.targets.source import LiveFeatures
 from fledge.targets.structure import CACHE_ARGUMENTS, cache_argument
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.memory import resize_row
-from fledge.types import Document, Features, Tree
+from fledge.types import Features, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
 from support.targets import greedy_by_transformers, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
@@ -78,7 +79,7 @@ def some_tokens(n: int, seed: int = 0, vocab: int = 100) -> torch.Tensor:
 
 def row_of(*lengths: int, length: int):
     documents = [some_tokens(n, seed=i) for i, n in enumerate(lengths)]
-    return make_row([Document(t.int(), torch.zeros_like(t).int()) for t in documents], length)
+    return make_row([Document(t.int().numpy(), torch.zeros_like(t).int().numpy()) for t in documents], length)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def test_features_are_transformers_hidden_states(family):
 
 def test_decoding_gives_the_same_features_and_logits_as_one_pass():
     target, tokens, cache = target_of("Llama"), some_tokens(12), TargetCache()
-    whole = target.features(make_row([Document(tokens.int(), torch.zeros(12).int())], 12), (1, 2, 4))
+    whole = target.features(make_row([Document(tokens.int().numpy(), torch.zeros(12).int().numpy())], 12), (1, 2, 4))
     logits = target.model(input_ids=tokens[None]).logits[0]
     for a, b in ((0, 5), (5, 6), (6, 12)):
         own, features = target.verify(Tree.chain(tokens[None, a:b]), cache, (1, 2, 4))

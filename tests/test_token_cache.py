@@ -23,15 +23,14 @@ import torch
 
 from fledge.data import documents, token_cache, token_store, tokenize
 from fledge.data.dataset import EpochRows, Rows
-from fledge.data.documents import DocumentTable, TokenFile, fingerprint
-from fledge.data.pack import pack, windows
+from fledge.data.documents import Document, DocumentTable, TokenFile, fingerprint, windows
+from fledge.data.pack import pack
 from fledge.data.read import read_records
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, TrainingData, load_data
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.files import cache_directory
-from fledge.types import Document
 from support.chats import tiny_chats
 from support.commands import python
 from support.files import write_rows
@@ -101,9 +100,9 @@ def by_definition(request: DataRequest) -> tuple[list[Document], list[Record], i
 def assert_same(found: DocumentTable, expected: list[Document]) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
-        assert a.tokens.dtype == a.spans.dtype == torch.int32
-        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.spans, b.spans)
-    assert found.lengths.tolist() == [d.tokens.numel() for d in expected]
+        assert a.tokens.dtype == a.spans.dtype == np.int32
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.spans, b.spans)
+    assert found.lengths.tolist() == [len(d.tokens) for d in expected]
     assert found.supervised.tolist() == [int((d.spans >= 0).sum()) for d in expected]
     assert fingerprint(found) == fingerprint(expected)
 
@@ -583,6 +582,22 @@ def test_a_worker_that_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tokenize._Worker, "ask", killed)
     told = error(asked(tiny_chats(tmp_path / "chats.jsonl", 100)), tmp_path / "c", 2)
     assert "ended early (exit code -9)" in told and "--data-workers 1" in told
+
+
+def test_a_worker_imports_no_torch(tmp_path: Path) -> None:
+    """Torch takes seconds to import, and a worker needs it neither for its own modules nor for a tokenizer."""
+    request = asked(tiny_chats(tmp_path / "chats.jsonl", 10))
+    startup = pickle.dumps(tokenize.Settings(request.template, request.max_length, skip_bad=False))
+    (tmp_path / "asked").write_bytes(startup + pickle.dumps(read_records(list(request.sources))))
+    code = """
+import pickle, sys
+from fledge.data.tokenize import tokenize
+with open(sys.argv[1], "rb") as f:
+    settings, records = pickle.load(f), pickle.load(f)
+print(len(tokenize(records, settings).documents), "torch" in sys.modules)
+"""
+    with python(code, tmp_path / "asked") as process:
+        assert process.communicate(timeout=120)[0].split() == ["10", "False"]
 
 
 def test_a_tokenizer_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:

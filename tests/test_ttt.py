@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fledge.data.documents import Document
 from fledge.kernels import loss as loss_module
 from fledge.kernels.gradients import Fp32Accumulator
 from fledge.kernels.loss import (
@@ -32,7 +33,7 @@ from fledge.train.objective import FirstPass, Implementation, Objective, RowPass
 from fledge.train.optim import MasterOptimizer, learning_rate, orthogonalized
 from fledge.train.plan import chunk_slots
 from fledge.train.simulate import accepted_per_round, simulate_decoding
-from fledge.types import Document, Packed, RowSums
+from fledge.types import Packed, RowSums
 from support.dense import Dense, dense
 from support.losses import assert_same_gradients, gradients, loss_case
 from support.mutations import AlteredDraft, replace_function
@@ -270,7 +271,7 @@ def test_live_is_its_definition(layout: tuple[list[Document], int], steps: int) 
     expected, start = set(), 0
     for d in documents:
         expected |= {(start + t, k) for t, k in live_by_definition(d, steps)}
-        start += d.tokens.numel()
+        start += len(d.tokens)
     live = row.live(steps)
     assert len(live) == steps
     assert {(t, k) for k, slots in enumerate(live) for t in slots.tolist()} == expected
@@ -301,7 +302,7 @@ def test_accepted_per_round_matches_a_slot_by_slot_walk(
                     accepted += 1
                 rounds.append(accepted)
                 t += accepted + 1
-        start += d.tokens.numel()
+        start += len(d.tokens)
     assert accepted_per_round(live, hits) == rounds
     assert simulate_decoding(live, hits) == (sum(rounds) + len(rounds), len(rounds))
 

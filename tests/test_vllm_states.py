@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.features.layout import needed_tokens
 from fledge.features.vllm.command import directory_of, layers_of, serve_words
@@ -29,7 +31,7 @@ from fledge.models.weights import load_draft
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Document, Features, Packed
+from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
 from support.files import metrics_of
@@ -49,9 +51,9 @@ def documents(*lengths: int) -> list[Document]:
     draw = torch.Generator().manual_seed(0)
     made = []
     for n in lengths:
-        spans = torch.zeros(n, dtype=torch.int32)
+        spans = np.zeros(n, dtype=np.int32)
         spans[: n // 3] = spans[-2:] = -1  # a prompt, and what a template puts after an answer
-        made.append(Document(torch.randint(5, 400, (n,), generator=draw, dtype=torch.int32), spans))
+        made.append(Document(torch.randint(5, 400, (n,), generator=draw, dtype=torch.int32).numpy(), spans))
     return made
 
 
@@ -569,8 +571,8 @@ def test_a_run_without_vllm_is_not_continued_with_it(fledge: Fledge, live: Path)
 
 
 def test_needed_tokens_are_those_of_the_loss() -> None:
-    for document in (*DOCUMENTS, Document(torch.arange(9), torch.tensor([-1, 0, 0, 0, -1, 1, 1, -1, -1]))):
-        row: Packed = make_row([document], document.tokens.numel())
+    for document in (*DOCUMENTS, Document(np.arange(9), np.array([-1, 0, 0, 0, -1, 1, 1, -1, -1]))):
+        row: Packed = make_row([document], len(document.tokens))
         teachers = {int(t) + 1 + k for k, live in enumerate(row.live(5)) for t in live}
         assert needed_tokens(document) == max(teachers) + 1
 

@@ -9,13 +9,13 @@ from itertools import chain
 import numpy as np
 
 from fledge.data.chat_fields import LOSSES
-from fledge.data.documents import DocumentTable, lengths_of, supervised_of
+from fledge.data.documents import Document, DocumentTable, lengths_of, supervised_of
 from fledge.data.pack import make_row, pack
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.token_store import TokenStore
 from fledge.data.tokenize import Batch, Settings, batches, tokenizing
-from fledge.types import Document, Packed
+from fledge.types import Packed
 
 
 @dataclass(frozen=True)

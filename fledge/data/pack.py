@@ -1,4 +1,4 @@
-"""Splitting long documents into windows, and packing complete documents into rows of a fixed length."""
+"""Packing complete documents into rows of a fixed length."""
 
 from __future__ import annotations
 
@@ -6,23 +6,11 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from fledge.data.documents import lengths_of
-from fledge.types import Document, Packed
-
-
-def windows(document: Document, max_length: int) -> list[Document]:
-    """Splits a document into windows of at most `max_length` tokens, each a document of its own.
-
-    Windows without a slot that is live at step 0 are dropped, because they contribute nothing to the loss.
-    """
-    parts = zip(document.tokens.split(max_length), document.spans.split(max_length), strict=True)
-    return [d for d in (Document(t, s) for t, s in parts) if _has_live_slot(d)]
-
-
-def _has_live_slot(d: Document) -> bool:
-    return bool(((d.spans[1:-1] >= 0) & (d.spans[1:-1] == d.spans[2:])).any())
+from fledge.data.documents import Document, lengths_of
+from fledge.types import Packed
 
 
 def pack(documents: Sequence[Document], row_length: int, seed: int, open_rows: int = 64) -> list[list[int]]:
@@ -63,18 +51,18 @@ def make_row(
 
     All tensors of the result are int32 [row_length].
     """
-    token = torch.full((row_length,), pad_id, dtype=torch.int32)
-    span = torch.full((row_length,), -1, dtype=torch.int32)
-    position = torch.zeros(row_length, dtype=torch.int32)
-    doc = torch.empty(row_length, dtype=torch.int32)
+    token = np.full(row_length, pad_id, dtype=np.int32)
+    span = np.full(row_length, -1, dtype=np.int32)
+    position = np.zeros(row_length, dtype=np.int32)
+    doc = np.empty(row_length, dtype=np.int32)
     at, spans = 0, 0
     for i, d in enumerate(documents):
-        n = d.tokens.numel()
+        n = len(d.tokens)
         token[at : at + n] = d.tokens
-        span[at : at + n] = torch.where(d.spans >= 0, d.spans + spans, -1)
-        position[at : at + n] = torch.arange(n)
+        span[at : at + n] = np.where(d.spans >= 0, d.spans + spans, -1)
+        position[at : at + n] = np.arange(n)
         doc[at : at + n] = i
         at, spans = at + n, spans + int(d.spans.max()) + 1
-    rest = torch.arange(row_length - at, dtype=torch.int32)
+    rest = np.arange(row_length - at)
     position[at:], doc[at:] = rest % FILLER_LENGTH, -1 - rest // FILLER_LENGTH
-    return Packed(token, span, position, doc, tuple(sources))
+    return Packed(*map(torch.from_numpy, (token, span, position, doc)), tuple(sources))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
-import torch
+import numpy as np
 
 from fledge.data.chat_fields import (
     OPENED,
@@ -28,10 +28,10 @@ from fledge.data.chat_fields import (
     is_left_empty,
     prepared,
 )
+from fledge.data.documents import Document
 from fledge.data.limit import ComputeTimeout, EndlessTemplate, limit_compute_time
 from fledge.data.record import Record, check_messages, check_text
 from fledge.fields import check_template_kwargs
-from fledge.types import Document
 
 RENDER_SECONDS = 10.0  # limit of CPU time for one rendering; the longest chats take a few hundredths of a second
 MOST_KNOWN = 64  # sets of arguments whose fields are remembered
@@ -332,7 +332,7 @@ class ChatTemplate:
         """
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, starts = coded["input_ids"], [a for a, _ in coded["offset_mapping"]]
-        spans = torch.full((len(ids),), -1, dtype=torch.int32)
+        spans = np.full(len(ids), -1, dtype=np.int32)
         for span, (start, end) in enumerate(turns):
             a, b = self._first_token(ids, starts, start, text), bisect_left(starts, end)
             # b + 1: some templates (GLM) end a turn with the next role's token, which is a stop token
@@ -344,7 +344,7 @@ class ChatTemplate:
                 f"{record.where}: {supervised} of {len(ids)} tokens are the assistant's with this template; the "
                 f"conversation starts with {text[:120]!r}"
             )
-        return Document(torch.tensor(ids, dtype=torch.int32), spans)
+        return Document(np.array(ids, dtype=np.int32), spans)
 
     def _text_document(self, record: Record) -> Document:
         """A plain text without a template, supervised from its second token. After a prompt, the completion is
@@ -362,9 +362,9 @@ class ChatTemplate:
             raise ValueError(
                 f"{record.where} has a prompt but no completion to train on; fledge regenerate generates one"
             )
-        spans = torch.zeros(len(ids) + len(end), dtype=torch.int32)
+        spans = np.zeros(len(ids) + len(end), dtype=np.int32)
         spans[:first] = -1
-        return Document(torch.tensor(ids + end, dtype=torch.int32), spans)
+        return Document(np.array(ids + end, dtype=np.int32), spans)
 
     def _first_token(self, ids: list[int], starts: list[int], start: int, text: str) -> int:
         """The index of the first token that starts at or after character `start`.

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 
 from fledge.data.dataset import DataReport, make_documents
 from fledge.data.documents import DocumentTable, Summary, TokenCounts, TokenFile, fingerprint
@@ -283,7 +282,7 @@ def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
     np.savez(
         directory / TABLE,
         starts=documents.starts, lengths=documents.lengths, supervised=documents.supervised,
-        supervised_V=counts.supervised_V.numpy(), seen_V=counts.seen_V.numpy(),
+        supervised_V=counts.supervised_V, seen_V=counts.seen_V,
     )  # fmt: skip
     manifest = {
         "tokens": documents.tokens.count,
@@ -305,7 +304,7 @@ def _load(entry: Path, names: Sequence[str]) -> TrainingData:
             raise ValueError(f"the SHA-256 of {name} is not the one in {SUMS}")
     manifest = read_json(entry / MANIFEST)
     with np.load(entry / TABLE) as table:
-        counts = TokenCounts(*(torch.from_numpy(table[name]) for name in ("supervised_V", "seen_V")))
+        counts = TokenCounts(table["supervised_V"], table["seen_V"])
         documents = DocumentTable(
             *(TokenFile(entry / name, manifest["tokens"]) for name in (TOKENS, SPANS)),
             **{name: table[name] for name in ("starts", "lengths", "supervised")},

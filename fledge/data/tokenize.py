@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from fledge.data.documents import windows
 from fledge.data.limit import EndlessTemplate
-from fledge.data.pack import windows
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 
@@ -99,13 +99,12 @@ def tokenize(records: list[Record], settings: Settings) -> Batch:
         cut = [part for document in found for part in windows(document, settings.max_length)]
         parts += cut
         counts.append(len(cut))
-        windowed.append(sum(d.tokens.numel() > settings.max_length for d in found))
-    spans = [d.spans.numpy() for d in parts]
+        windowed.append(sum(len(d.tokens) > settings.max_length for d in found))
     return Batch(
-        tokens=np.concatenate([NOTHING, *(d.tokens.numpy() for d in parts)]),
-        spans=np.concatenate([NOTHING, *spans]),
-        lengths=np.array([len(s) for s in spans], dtype=np.int32),
-        supervised=np.array([np.count_nonzero(s >= 0) for s in spans], dtype=np.int32),
+        tokens=np.concatenate([NOTHING, *(d.tokens for d in parts)]),
+        spans=np.concatenate([NOTHING, *(d.spans for d in parts)]),
+        lengths=np.array([len(d.spans) for d in parts], dtype=np.int32),
+        supervised=np.array([np.count_nonzero(d.spans >= 0) for d in parts], dtype=np.int32),
         documents=np.array(counts, dtype=np.int32),
         windowed=np.array(windowed, dtype=np.int32),
         refused=refused,

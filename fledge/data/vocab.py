@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.data.documents import DocumentTable, TokenCounts
-from fledge.types import Document
+from fledge.data.documents import Document, DocumentTable, TokenCounts
 
 TOKENS_PER_CHUNK = 1 << 22  # tokens counted by one bincount
 
@@ -25,10 +25,10 @@ def choose_vocabulary(
     if not 0 < size <= vocab_size:
         raise ValueError(f"--draft-vocab {size} is outside 1..{vocab_size}, the target's vocabulary")
     counts = _counts(documents, vocab_size)
-    rank = counts.clone()
+    rank = counts.copy()
     rank[[i for i in keep if 0 <= i < vocab_size]] = counts.max() + 1
-    ids = rank.sort(descending=True, stable=True).indices[:size].sort().values
-    return ids, _covered(ids, counts)
+    ids_W = torch.from_numpy(np.sort(np.argsort(-rank, kind="stable")[:size]))
+    return ids_W, _covered(ids_W, counts)
 
 
 def coverage_of(ids_W: Tensor, documents: Sequence[Document], vocab_size: int) -> float:
@@ -42,31 +42,30 @@ def coverage_of(ids_W: Tensor, documents: Sequence[Document], vocab_size: int) -
 def missing_from(ids_W: Tensor, documents: Sequence[Document], vocab_size: int, most: int) -> list[tuple[int, int]]:
     """The supervised tokens that the target ids `ids_W` lack, as (token id, number of occurrences): the `most` frequent
     ones, in this order; ties go to the lower id. Raises ValueError if a token is not below `vocab_size`."""
-    counts = _counts(documents, vocab_size).clone()
-    counts[ids_W] = 0
-    found = counts.sort(descending=True, stable=True)
-    return [(i, n) for i, n in zip(found.indices[:most].tolist(), found.values[:most].tolist(), strict=True) if n]
+    counts = _counts(documents, vocab_size)
+    counts[ids_W.numpy()] = 0
+    return [(i, int(counts[i])) for i in np.argsort(-counts, kind="stable")[:most].tolist() if counts[i]]
 
 
-def _covered(ids_W: Tensor, counts_V: Tensor) -> float:
-    return counts_V[ids_W].sum().item() / max(counts_V.sum().item(), 1)
+def _covered(ids_W: Tensor, counts_V: np.ndarray) -> float:
+    return int(counts_V[ids_W.numpy()].sum()) / max(int(counts_V.sum()), 1)
 
 
-def _counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
+def _counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray:
     """The number of supervised occurrences of each target id, int64 [V]."""
     found = _known_counts(documents).supervised_V
-    if found.numel() > vocab_size:
+    if len(found) > vocab_size:
         raise ValueError(
-            f"the data has token id {found.numel() - 1}, but the target's vocabulary ends at {vocab_size - 1}; the "
+            f"the data has token id {len(found) - 1}, but the target's vocabulary ends at {vocab_size - 1}; the "
             "tokenizer belongs to another model"
         )
-    return torch.cat([found, found.new_zeros(vocab_size - found.numel())])
+    return np.pad(found, (0, vocab_size - len(found)))
 
 
 def occurs(token: int, documents: Sequence[Document]) -> bool:
     """Whether a token id occurs in the documents, supervised or not."""
     seen = _known_counts(documents).seen_V
-    return token < seen.numel() and bool(seen[token])
+    return token < len(seen) and bool(seen[token])
 
 
 def _known_counts(documents: Sequence[Document]) -> TokenCounts:
@@ -76,14 +75,13 @@ def _known_counts(documents: Sequence[Document]) -> TokenCounts:
 
 def count_tokens(documents: Iterable[Document]) -> TokenCounts:
     """Counts the tokens of all documents."""
-    supervised, seen = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+    supervised, seen = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
     for chunk in _chunks(documents):
-        tokens, spans = torch.cat([d.tokens for d in chunk]), torch.cat([d.spans for d in chunk])
-        missing = max(int(tokens.max()) + 1 - seen.numel(), 0)
-        seen = torch.cat([seen, seen.new_zeros(missing)])
+        tokens, spans = np.concatenate([d.tokens for d in chunk]), np.concatenate([d.spans for d in chunk])
+        seen = np.pad(seen, (0, max(int(tokens.max()) + 1 - len(seen), 0)))
         seen[tokens] = True
-        counted = torch.bincount(tokens[spans >= 0], minlength=seen.numel())
-        counted[: supervised.numel()] += supervised
+        counted = np.bincount(tokens[spans >= 0], minlength=len(seen))
+        counted[: len(supervised)] += supervised
         supervised = counted
     return TokenCounts(supervised, seen)
 
@@ -91,12 +89,12 @@ def count_tokens(documents: Iterable[Document]) -> TokenCounts:
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents in groups of about TOKENS_PER_CHUNK tokens.
 
-    Each bincount allocates a tensor of the vocabulary's size, so counting every document alone would be slow.
+    Each bincount allocates an array of the vocabulary's size, so counting every document alone would be slow.
     """
     chunk, tokens = [], 0
     for d in documents:
         chunk.append(d)
-        tokens += d.tokens.numel()
+        tokens += len(d.tokens)
         if tokens >= TOKENS_PER_CHUNK:
             yield chunk
             chunk, tokens = [], 0
@@ -112,10 +110,10 @@ def choose_mask_token(
     It is an id that occurs neither in the data nor in `stop_ids`: the highest such special token of the tokenizer, or
     else the highest such id. Raises ValueError if there is none.
     """
-    found, seen = _known_counts(documents).seen_V, torch.zeros(vocab_size, dtype=torch.bool)
-    seen[: found.numel()] = found
+    found, seen = _known_counts(documents).seen_V, np.zeros(vocab_size, dtype=bool)
+    seen[: len(found)] = found
     seen[[i for i in stop_ids if 0 <= i < vocab_size]] = True
-    free = (~seen).nonzero().squeeze(-1).tolist()
+    free = np.flatnonzero(~seen).tolist()
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     if not free:
         raise ValueError(

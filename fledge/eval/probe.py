@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fledge.config import DraftConfig
+from fledge.data.documents import Document
 from fledge.eval.metrics import committed_per_round
 from fledge.features.codec import PRECISIONS
 from fledge.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative
@@ -30,7 +31,7 @@ from fledge.models.draft import Draft
 from fledge.models.weights import build_draft, config_json
 from fledge.targets.interface import DecodingTarget
 from fledge.train.objective import Objective, RowPass
-from fledge.types import Document, Features, Packed
+from fledge.types import Features, Packed
 
 FOLDER = "fledge"
 TENSORS, RECORD = f"{FOLDER}/probe.safetensors", f"{FOLDER}/record.json"
@@ -180,7 +181,7 @@ class Probe:
 def excerpt_range(document: Document) -> tuple[int, int, int]:
     """The [start, end) tokens of a document of 3 tokens or more for an excerpt, and its number of steps. The window
     begins shortly before the first supervised token, if that is not too far from the document's start."""
-    n = document.tokens.numel()
+    n = len(document.tokens)
     K = min(STEPS, n - 2)
     T = min(SLOTS + 1 + K, n)
     start = max(0, min(first_supervised(document) - BEFORE, n - T, CONTEXT - T))
@@ -189,7 +190,7 @@ def excerpt_range(document: Document) -> tuple[int, int, int]:
 
 def first_supervised(document: Document) -> int:
     """The index of the first supervised token; 0 if there is none."""
-    return int((document.spans >= 0).int().argmax())
+    return int((document.spans >= 0).argmax())
 
 
 def spacings(excerpt: Excerpt, max_length: int) -> list[int]:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.eval.causes import ROUNDED, SAME, changed_tensors, find_cause, likeliest_repairs, replay_error
 from fledge.eval.draft_files import COPY, DraftOnDisk, changed_fields
@@ -16,7 +18,6 @@ from fledge.eval.findings import Finding
 from fledge.eval.probe import Decoding, Probe
 from fledge.models.weights import DraftFiles, target_sha256
 from fledge.targets.interface import Target, TrainingTarget
-from fledge.types import Document
 
 FINAL = "the final state"  # of the target, after its last norm
 # The relative error of hidden states, the median over tokens, up to which they are the same: if all computed in 32
@@ -68,8 +69,8 @@ def match_features(probe: Probe, target: TrainingTarget) -> FeatureMatch:
         raise ValueError("the target has another hidden size or a smaller vocabulary than that of training")
     if max(probe.record.layers, default=0) > target.num_layers:
         raise ValueError(f"the target has {target.num_layers} layers, fewer than that of training")
-    tokens = excerpt.token_N.int()
-    row = make_row([Document(tokens, torch.full_like(tokens, -1))], tokens.numel())
+    tokens = excerpt.token_N.int().numpy()
+    row = make_row([Document(tokens, np.full_like(tokens, -1))], len(tokens))
     features = target.features(row, layers)
     states = torch.cat([features.aux_TAD, features.last_TD[:, None]], dim=1)[excerpt.start :].float().cpu()
     stored = excerpt.states_TAD.float()

@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fledge.data.documents import fingerprint
+from fledge.data.documents import Document, fingerprint, lengths_of
 from fledge.data.record import Record
 from fledge.features.codec import PRECISIONS
 from fledge.features.layout import HEADER_BYTES, Layout, Sizes
@@ -33,7 +34,6 @@ from fledge.features.shard_file import CONTENT, DTYPES, file_hash, write_shard
 from fledge.fields import check_template_kwargs, shortened
 from fledge.files import TEMPORARY, replace_file, replace_text
 from fledge.json_text import parse_json, read_json
-from fledge.types import Document
 
 MANIFEST, DOCUMENTS, HELD_OUT = "manifest.json", "documents.safetensors", "held-out.jsonl"
 FORMAT = 1
@@ -125,9 +125,9 @@ class FeatureCache:
         """Writes everything but the shards; the manifest last. Only one process at a time may do so."""
         documents = self.documents
         tensors = {
-            "tokens": torch.cat([d.tokens for d in documents]),
-            "spans": torch.cat([d.spans for d in documents]),
-            "lengths": torch.tensor([d.tokens.numel() for d in documents]),
+            "tokens": torch.from_numpy(np.concatenate([d.tokens for d in documents])),
+            "spans": torch.from_numpy(np.concatenate([d.spans for d in documents])),
+            "lengths": torch.from_numpy(lengths_of(documents)),
         }
         replace_file(self.path / DOCUMENTS, [save(tensors)])
         replace_text(self.path / HELD_OUT, "".join(json.dumps(asdict(r)) + "\n" for r in held_out))
@@ -145,7 +145,7 @@ class FeatureCache:
             tensors = load(file.read_bytes())
             lengths = tensors["lengths"].tolist()
             parts = zip(tensors["tokens"].split(lengths), tensors["spans"].split(lengths), strict=True)
-            documents = [Document(tokens, spans) for tokens, spans in parts]
+            documents = [Document(tokens.numpy(), spans.numpy()) for tokens, spans in parts]
             whole = len(documents) == self.manifest.documents and fingerprint(documents) == self.manifest.data_sha256
         except Exception as e:  # a damaged file may raise anything
             raise ValueError(f"{file} cannot be read ({type(e).__name__}); {_ANEW}") from e

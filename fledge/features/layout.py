@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.features.codec import PRECISIONS, Precision
-from fledge.types import Document
 
 LAYERS, SCALES, LAST = "layers", "scales", "last"  # the tensors of a shard
 HEADER_BYTES = 1024  # upper bound of a shard's header
@@ -26,7 +27,7 @@ def teacher_tokens(document: Document) -> Tensor:
     the first whose successor belongs to the same span.
     """
     span = document.spans
-    return ((span[1:-1] >= 0) & (span[1:-1] == span[2:])).nonzero().squeeze(-1) + 1
+    return torch.from_numpy(np.flatnonzero((span[1:-1] >= 0) & (span[1:-1] == span[2:])) + 1)
 
 
 def needed_tokens(document: Document) -> int:
@@ -51,7 +52,7 @@ class Layout:
 
     def last_tokens(self, document: Document) -> Tensor:
         """The tokens of a document whose final state is stored, ascending int64 [P]."""
-        return torch.arange(document.tokens.numel()) if self.all_last else teacher_tokens(document)
+        return torch.arange(len(document.tokens)) if self.all_last else teacher_tokens(document)
 
     def tensors(self, tokens: int, last: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of a shard's tensors, for numbers of tokens and of final states."""
@@ -97,7 +98,7 @@ class Sizes:
 
     @classmethod
     def of(cls, documents: Sequence[Document], layout: Layout) -> Sizes:
-        tokens = [d.tokens.numel() for d in documents]
+        tokens = [len(d.tokens) for d in documents]
         return cls(tokens, tokens if layout.all_last else [layout.last_tokens(d).numel() for d in documents])
 
     def bytes(self, layout: Layout, first: int, end: int) -> int:

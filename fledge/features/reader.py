@@ -17,9 +17,10 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.features.cache import FeatureCache
 from fledge.features.layout import LAST, LAYERS, SCALES, Layout, Places, place
-from fledge.types import Document, Packed
+from fledge.types import Packed
 
 PIECE_BYTES = 4 * 2**20  # that are read at a time
 
@@ -49,7 +50,7 @@ class RowLayout:
     def of(cls, row: Packed, layout: Layout, names: Sequence[str]) -> RowLayout:
         """The layout of a row's features, of which only the tensors in `names` are read."""
         ranges = row.without_filler()
-        kept = [layout.last_tokens(Document(row.token_T[a:b], row.span_T[a:b])) for a, b in ranges]
+        kept = [layout.last_tokens(Document(row.token_T[a:b].numpy(), row.span_T[a:b].numpy())) for a, b in ranges]
         last_P = torch.cat([tokens + a for tokens, (a, _) in zip(kept, ranges, strict=True)])
         tensors, end = place(layout, names, ranges[-1][1], last_P.numel())
         return cls(tensors, end, last_P, [tokens.numel() for tokens in kept], ranges)

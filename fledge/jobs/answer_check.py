@@ -123,7 +123,7 @@ def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
         document = template.turn_document(turn.text, len(turn.prompt), turn.where)
     else:
         [document] = template.documents(Record(turn.where, text=turn.text))
-    supervised = (document.spans >= 0).nonzero()
+    supervised = (document.spans >= 0).nonzero()[0]
     ids = document.tokens[: int(supervised[-1]) + 1].tolist()
     stopped = ids[-1] in template.stop_ids
     return _Trained(ids[:-1] if stopped else ids, int(supervised[0]), stopped or not chat)

@@ -13,12 +13,13 @@ from fledge.jobs.options import MAX_SEED, names_of, opt, parse_dtype, parse_temp
 from fledge.jobs.training.options import DataOptions, ServedOptions, TargetOptions
 
 if TYPE_CHECKING:
+    from fledge.data.documents import Document
     from fledge.data.record import Record
     from fledge.features.cache import FeatureCache, Manifest
     from fledge.features.vllm.source import VllmFeatures
     from fledge.jobs.training.recipe import DataRecipe
     from fledge.targets.source import LiveFeatures
-    from fledge.types import Document, Features, Packed
+    from fledge.types import Features, Packed
 
 
 @dataclass(frozen=True, kw_only=True)

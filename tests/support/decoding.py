@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.decode.engine import Completion, Engine
 from fledge.models.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Objective, RowPass
-from fledge.types import Document
 from support.rows import row_of
 from support.targets import features_for
 
@@ -61,8 +62,8 @@ def assert_same(fast: Completion, plain: Completion) -> None:
 def spoken(engine: Engine, prompt: list[int], n: int) -> tuple[Document, Completion]:
     """A document of the prompt and its answer, and the completion. The answer is the document's supervised span."""
     done = engine.generate(prompt, max_new_tokens=n)
-    tokens = torch.tensor(prompt + done.tokens, dtype=torch.int32)
-    spans = torch.full_like(tokens, -1)
+    tokens = np.array(prompt + done.tokens, dtype=np.int32)
+    spans = np.full_like(tokens, -1)
     spans[len(prompt) :] = 0
     return Document(tokens, spans), done
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from fledge.data.documents import fingerprint
+from fledge.data.documents import Document, fingerprint
 from fledge.data.pack import make_row
 from fledge.features.cache import FORMAT, FeatureCache, Manifest
 from fledge.features.codec import PRECISIONS, round_features
 from fledge.features.layout import Layout, Sizes, split_shards
 from fledge.features.writer import FeatureWriter, passes
 from fledge.targets.source import LiveFeatures
-from fledge.types import Document, Features, Packed
+from fledge.types import Features, Packed
 
 UNLIMITED = 2**60
 

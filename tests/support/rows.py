@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.kernels.ttt_attention import Queries
-from fledge.types import Document, Packed
+from fledge.types import Packed
 
 
 def document(length: int, *spans: tuple[int, int], seed: int = 0, vocab: int = 400) -> Document:
     """A document of random tokens with the given supervised spans, each [start, end)."""
     tokens = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    marks = torch.full((length,), -1, dtype=torch.int32)
+    marks = np.full(length, -1, dtype=np.int32)
     for i, (a, b) in enumerate(spans):
         marks[a:b] = i
-    return Document(tokens, marks)
+    return Document(tokens.numpy(), marks)
 
 
 DOCUMENTS = [
@@ -35,7 +37,7 @@ DOCUMENTS = [
 
 
 def row_of(documents: list[Document], filler: int = 0) -> Packed:
-    return make_row(documents, sum(d.tokens.numel() for d in documents) + filler)
+    return make_row(documents, sum(len(d.tokens) for d in documents) + filler)
 
 
 @st.composite
@@ -52,7 +54,7 @@ def layouts(draw) -> tuple[list[Document], int]:
 
 def live_by_definition(d: Document, steps: int) -> set[tuple[int, int]]:
     """The live pairs (slot t, step k): those for which x_{t+1} .. x_{t+2+k} lie in one span."""
-    n, spans = d.tokens.numel(), d.spans.tolist()
+    n, spans = len(d.tokens), d.spans.tolist()
     return {
         (t, k)
         for t in range(n)

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.features.layout import needed_tokens
 from fledge.features.vllm.command import layers_of
-from fledge.types import Document
 
 STATES, TOKENS = "hidden_states", "token_ids"  # vLLM's names of the tensors
 ID_BYTES = 4  # of a token id as it is compared; big-endian, so that the order of bytes is the order of ids
@@ -121,7 +121,7 @@ class StatesFolder:
 
     def check(self, documents: Sequence[Document]) -> None:
         """Raises ValueError unless there is a file for each document."""
-        missing = [d.tokens.numel() for d in documents if self.find(d.tokens[: needed_tokens(d)].tolist()) is None]
+        missing = [len(d.tokens) for d in documents if self.find(d.tokens[: needed_tokens(d)].tolist()) is None]
         if missing:
             raise ValueError(
                 f"{self.path} lacks the hidden states of {len(missing):,} of {len(documents):,} documents, such as one "

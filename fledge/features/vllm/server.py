@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx2
 
+from fledge.data.documents import Document
 from fledge.features.vllm.command import UNCHECKED, layers_of
 from fledge.features.vllm.files import Captured, lock_state, read_states, remove
 from fledge.http import Http, UnusableAnswer
 from fledge.json_text import parse_json
-from fledge.types import Document
 
 CONNECTIONS = 32  # requests in flight
 MOST_NAME = 200  # characters of a file's name; with those of its lock, file systems allow 255
@@ -77,7 +77,7 @@ class VllmServer:
     def check(self, documents: Sequence[Document]) -> None:
         """Raises ValueError if a document is too long for the server: vLLM stores no states of a step in which a text
         reaches its maximum length."""
-        longest = max(d.tokens.numel() for d in documents)
+        longest = max(len(d.tokens) for d in documents)
         if self.max_model_len is not None and longest >= self.max_model_len:
             raise ValueError(
                 f"the longest document has {longest:,} tokens, and {self.root} gives the hidden states of up to "

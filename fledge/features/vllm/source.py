@@ -12,13 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.features.layout import needed_tokens
 from fledge.features.vllm.files import Captured
 from fledge.features.vllm.server import CONNECTIONS
 from fledge.fields import format_value
 from fledge.targets.source import RowIterator, all_finite
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Document, Features, Packed
+from fledge.types import Features, Packed
 
 ROWS_AHEAD = 3  # rows whose states are asked for before they are needed
 # the most that the log-probability of the server's next token may differ from the one by its final state here, in nats:
@@ -136,7 +137,7 @@ class VllmFeatures:
             return [future.result() for future in self._ask(row, executor)]
 
     def _ask(self, row: Packed, executor: ThreadPoolExecutor) -> list[Future[Captured]]:
-        documents = [Document(row.token_T[a:b], row.span_T[a:b]) for a, b in row.without_filler()]
+        documents = [Document(row.token_T[a:b].numpy(), row.span_T[a:b].numpy()) for a, b in row.without_filler()]
         return [executor.submit(self.states.get, d.tokens.tolist(), needed_tokens(d), self._closed) for d in documents]
 
     def _check_next(self, row: Packed, captured: Sequence[Captured], features: Features) -> None:

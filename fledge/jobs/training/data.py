@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fledge.data.dataset import Rows
-from fledge.data.documents import lengths_of
+from fledge.data.documents import Document, lengths_of
 from fledge.data.presets import shadowed_presets
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
@@ -20,7 +20,6 @@ from fledge.jobs.training.recipe import DataRecipe, Recipe
 from fledge.jobs.training.target import PlannedTarget
 from fledge.json_text import read_json
 from fledge.train.checkpoint import RunDirectory
-from fledge.types import Document
 
 EVAL_RECORDS = 16  # records held out to measure τ
 ROW_BYTES = 4 * 8  # bytes per token of a packed row: token id, span, position and document

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fledge.config import DraftConfig
+from fledge.data.documents import Document
 from fledge.data.modes import shared_variables
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.jobs.training.recipe import ExistingDraft, Recipe
@@ -16,7 +17,6 @@ from fledge.models.draft import Draft
 from fledge.models.init import initialize_from_target
 from fledge.models.weights import load_draft, template_sha256, tokenizer_sha256
 from fledge.targets.compatibility import connect_draft
-from fledge.types import Document
 
 DRAFT_VOCAB = 32_000  # maximum of the default draft vocabulary size
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fledge.data.dataset import Rows
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.eval.probe import (
     CONTEXT,
@@ -30,7 +31,6 @@ from fledge.jobs.training.recipe import Recipe
 from fledge.jobs.training.target import PreparedTarget, target_fingerprint
 from fledge.models.draft import Draft
 from fledge.train.ranks import Ranks
-from fledge.types import Document
 
 PROMPTS = 8  # most prompts that are decoded
 NEW_TOKENS = 32  # of each answer
@@ -63,10 +63,10 @@ def make_probe(
     index = _document(rows)
     document = rows.documents[index]
     start, end, steps = excerpt_range(document)
-    length = document.tokens.numel()
+    length = len(document.tokens)
     features = prepared.source.features(make_row([document], length, sources=[index]))
     states_TAD = draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
-    excerpt = Excerpt(document.tokens[:end].long(), states_TAD, steps)
+    excerpt = Excerpt(torch.from_numpy(document.tokens[:end]).long(), states_TAD, steps)
     record = ProbeRecord(
         layers=list(prepared.layers),
         precision=_precision(recipe, prepared),
@@ -145,5 +145,5 @@ def _prompt(document: Document, longest: int) -> list[int]:
     """The tokens of a document before its first supervised one, or its first half if these are few."""
     before = first_supervised(document)
     if before < SHORT_PROMPT:
-        before = max(document.tokens.numel() // 2, 1)
+        before = max(len(document.tokens) // 2, 1)
     return document.tokens[: min(before, longest)].tolist()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fledge import __version__
-from fledge.data.documents import lengths_of, supervised_of
+from fledge.data.documents import Document, lengths_of, supervised_of
 from fledge.data.token_cache import data_files
 from fledge.data.vocab import missing_from
 from fledge.eval.environment import command, environment
@@ -15,7 +15,6 @@ from fledge.jobs.training.recipe import Recipe
 from fledge.jobs.training.target import PlannedTarget
 from fledge.models.draft import Draft
 from fledge.train.ranks import Ranks
-from fledge.types import Document
 
 MISSING = 50  # tokens that the draft vocabulary lacks, the most frequent ones
 UNREADABLE = "\ufffd"  # what a tokenizer decodes bytes to that are no whole character
