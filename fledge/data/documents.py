@@ -1,5 +1,5 @@
-"""Tokenized documents, their windows, and a table of documents without a Python object for each: arrays in memory or
-in files. Nothing here imports torch, so that processes that tokenize start in a fraction of the time."""
+"""Tokenized documents, their windows, and a table of documents that holds arrays, in memory or in files, and no Python
+object per document. Torch is not imported here, for tokenizing processes to start fast."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tokenizing records: batches of records become arrays, in this process or in several worker processes.
 
-Workers are programs of their own (`work`). They are not forked, since a copy of a process with threads can deadlock;
-they do not run the user's script again, as the processes of `multiprocessing` and of `concurrent.futures` do; and they
-end by themselves when the process that started them is gone, even if it was killed.
+Workers are programs of their own (`work`). A forked worker could deadlock, as a copy of a process with threads.
+Processes of `multiprocessing` or `concurrent.futures` would run the user's script again, and would outlive a training
+process that is killed.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path, **environment},
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints in a worker is a message, and no output of the command
-                process_group=0,  # Ctrl-C on the terminal reaches the process that started it, which then stops it
+                stdout=2,  # a library may print in a worker; the command's output has only results
+                process_group=0,  # Ctrl-C on the terminal reaches only the training process, which stops its workers
             )  # fmt: skip
         self.startup: bytes | None = startup
 
@@ -230,8 +230,8 @@ class _Worker:
 
 
 def work(descriptor: int) -> None:
-    """Receives the settings and then batches of records, until the process that sends them is gone. Answers each batch
-    with the result, or with the error message of a record that was refused."""
+    """Receives the settings and then batches of records, until the other end of the connection is closed. Answers each
+    batch with the result, or with the error message of a refused record."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):
         settings: Settings = connection.recv()
