@@ -29,7 +29,7 @@ from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 
 BATCH_RECORDS, BATCH_CHARACTERS = 64, 1 << 18  # a batch ends when it has so many records, or so much text
-RECORDS_PER_WORKER = 5_000  # a worker needs a few seconds to start, in which one process tokenizes so many short chats
+RECORDS_PER_WORKER = 5_000  # one process tokenizes so many short chats in the second or two in which a worker starts
 NOTHING = np.zeros(0, dtype=np.int32)
 MAX_WORKERS = 32  # more are not kept busy by the process that reads the records and writes the tokens
 
