@@ -45,7 +45,7 @@ ENTRIES = {
 # a part may import from its own group and from groups before it
 GROUPS = (
     {"methods", "fields", "types", "config", "files", "formats", "hub"}
-    | {"address", "http", "json_text", "progress", "signals"},
+    | {"http", "json_text", "progress", "signals"},
     {"kernels"},
     {"models"},
     {"data", "targets"},

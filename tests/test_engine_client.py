@@ -11,7 +11,8 @@ import pytest
 
 from fledge import http as http_module
 from fledge.engines import client as client_module
-from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Server, ServerProblem
+from fledge.engines.client import Answer, Client, Decoding, Server
+from fledge.http import BadRequest, ServerProblem
 from support.openai_server import FakeServer
 
 CHAT = [{"role": "user", "content": "the young bird"}]
@@ -20,8 +21,8 @@ DECODING = Decoding(max_new_tokens=8)
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.001)
-    monkeypatch.setattr(client_module, "LAST_DELAY", 0.002)
+    monkeypatch.setattr(http_module, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(http_module, "LAST_DELAY", 0.002)
 
 
 def ask(server: FakeServer, prompt: Any = CHAT, native: bool = False, **options: Any) -> tuple[Answer, Client]:
@@ -108,7 +109,7 @@ def test_a_server_that_keeps_failing_ends_the_request():
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(400, BadPrompt), (413, BadPrompt), (422, BadPrompt), (404, ServerProblem)]
+    ("status", "kind"), [(400, BadRequest), (413, BadRequest), (422, BadRequest), (404, ServerProblem)]
 )
 def test_refusals_are_not_repeated(status: int, kind: type[ValueError]):
     with FakeServer(failures=[status]).started() as server:
@@ -142,7 +143,7 @@ def test_the_model_is_the_only_one_or_the_named_one():
     with FakeServer(engine="other").started() as server:
         assert connect(server.url.removeprefix("http://")) == Server("", "bird", 512)
         address = server.url
-    with pytest.raises(ServerProblem, match=r"cannot be reached \(no connection\)"):
+    with pytest.raises(ServerProblem, match=r"no server answers at .* \(no connection\)"):
         connect(address)
     with pytest.raises(ValueError, match="is not the address of a server"):
         connect("ftp://localhost")
@@ -198,7 +199,7 @@ def test_deep_json_and_impossible_numbers_are_no_answers(odd: Any):
         with pytest.raises(ServerProblem, match=r"is not JSON|answers, but not as an OpenAI-compatible server"):
             connect(server.url)
         server.raw = {"/v1/chat/completions": (400, {}, body)}
-        with pytest.raises(BadPrompt, match="answers with status 400: ") as refusal:
+        with pytest.raises(BadRequest, match="answers with status 400: ") as refusal:
             ask(server)
         assert len(str(refusal.value)) < 500
 

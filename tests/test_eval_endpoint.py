@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from fledge.address import root_of
-from fledge.engines.client import Client, Decoding, ServerProblem
+from fledge.engines.client import Client, Decoding
 from fledge.engines.metrics import of_requests
 from fledge.eval import endpoint
 from fledge.eval.endpoint import causes, measure, tau_error
 from fledge.eval.prompts import read_prompts
 from fledge.eval.record import is_record
+from fledge.http import ServerProblem, root_of
 from fledge.jobs import evaluate_endpoint
 from fledge.jobs.evaluate_endpoint import _depth_of
 from fledge.models.weights import save_draft

@@ -362,9 +362,8 @@ def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch
     monkeypatch.setattr("fledge.data.template.RENDER_SECONDS", 0.5)
     for limit, value in (("data.rows.LONGEST", 2**18), ("data.rows.LONGEST_TEXT", 2**18), ("http.MOST_BYTES", 2**20)):
         monkeypatch.setattr(f"fledge.{limit}", value)
-    for delay in ("engines.client", "features.vllm.server"):
-        monkeypatch.setattr(f"fledge.{delay}.FIRST_DELAY", 0.001)
-    monkeypatch.setattr("fledge.engines.client.LAST_DELAY", 0.001)
+    for delay in ("FIRST_DELAY", "LAST_DELAY"):
+        monkeypatch.setattr(f"fledge.http.{delay}", 0.001)
     monkeypatch.setattr("fledge.eval.endpoint.SETTLING", {"vllm": 0.1, "sglang": 0.1})
 
     @settings(

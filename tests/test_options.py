@@ -138,7 +138,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "engines/client.py": ("regenerate", "eval"),
     "eval/endpoint.py": ("eval",),
     "eval/prompts.py": ("eval",),
-    "address.py": ("eval", "features", "regenerate"),
+    "http.py": ("eval", "features", "regenerate"),
     "data/dataset.py": ("train",),
     **dict.fromkeys(("data/columns.py", "data/record.py"), ("train", "features", "regenerate", "eval")),
     "report/training.py": ("train",),

@@ -21,7 +21,7 @@ import pytest
 from fledge.data import template as template_module
 from fledge.data.answering import reasoning_field
 from fledge.data.template import ChatTemplate
-from fledge.engines import client as client_module
+from fledge.http import Http
 from support.chats import tiny_chats
 from support.commands import TESTS, Ran
 from support.files import rows_of, write_rows
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr("fledge.http.FIRST_DELAY", 0.001)
 
 
 Regenerate = Callable[..., Ran]
@@ -96,9 +96,7 @@ def test_failures_are_repeated_and_reported(regenerate, tmp_path):
 
 
 def test_a_server_that_fails_for_good_leaves_what_was_answered(regenerate, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        client_module.Client.__init__, "__kwdefaults__", client_module.Client.__init__.__kwdefaults__ | {"retries": 1}
-    )
+    monkeypatch.setattr(Http.__init__, "__kwdefaults__", Http.__init__.__kwdefaults__ | {"retries": 1})
     with FakeServer(failures=[None] * 20 + [500] * 200).started() as server:
         went = regenerate(server, "--concurrency", 1)
         said = went.err.replace("\n", " ")
@@ -108,7 +106,7 @@ def test_a_server_that_fails_for_good_leaves_what_was_answered(regenerate, tmp_p
         went = regenerate(server, "--concurrency", 4)
         assert went.code == 0 and "after 10 of 40 records" in went.err and len(rows_of(tmp_path / "own.jsonl")) == 40
     went = regenerate(server, out="other.jsonl")
-    assert went.code == 2 and "cannot be reached" in went.err and not (tmp_path / "other.jsonl").exists()
+    assert went.code == 2 and "no server answers at" in went.err and not (tmp_path / "other.jsonl").exists()
 
 
 def test_a_refused_prompt_ends_the_job_or_is_skipped(regenerate, tmp_path):
@@ -375,9 +373,7 @@ def test_plain_texts_are_compared_as_training_tokenizes_them(regenerate, made, t
 
 
 def test_a_continued_job_counts_its_own_answers(regenerate, made, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        client_module.Client.__init__, "__kwdefaults__", client_module.Client.__init__.__kwdefaults__ | {"retries": 0}
-    )
+    monkeypatch.setattr(Http.__init__, "__kwdefaults__", Http.__init__.__kwdefaults__ | {"retries": 0})
     with FakeServer(tokenizer=tiny_tokenizer(), failures=[None] * 20 + [500]).started() as server:
         went = regenerate(server, "--target", made / "target", "--concurrency", 1)
         assert went.code == 2 and len(rows_of(tmp_path / "own.jsonl")) == 10, "what was answered is written"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import history_message
 from fledge.data.chat_fields import as_sent
-from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem, run_together
+from fledge.engines.client import Answer, Client, Decoding, Prompt, run_together
 from fledge.engines.metrics import (
     Acceptance,
     Counters,
@@ -25,6 +25,7 @@ from fledge.engines.metrics import (
 )
 from fledge.eval.draft_files import FIELD_SYMPTOMS
 from fledge.eval.prompts import EvalPrompt, conversation
+from fledge.http import BadRequest, ServerProblem
 from fledge.methods import METHODS, Method
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class _Asking:
             answer = await self.client.ask(
                 sent, decoding, tools=prompt.tools, seed=self.seed, stream=True, token_ids=True
             )
-        except BadPrompt as e:
+        except BadRequest as e:
             raise ValueError(f"{where}: {e}") from e
         return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fledge.address import key_in, root_of
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
 from fledge.decode.propose import Drafting
@@ -22,6 +21,7 @@ from fledge.eval.metrics import alpha_text
 from fledge.eval.own import decode_own
 from fledge.eval.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
 from fledge.eval.record import check_record_path, write_record
+from fledge.http import key_in, root_of
 from fledge.jobs.evaluate_ways import ways
 from fledge.jobs.options import AUTO, parse_template_kwargs
 from fledge.models.weights import draft_sha256, open_draft

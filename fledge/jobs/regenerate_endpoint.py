@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fledge.address import key_in
 from fledge.data.answering import (
     answered_conversation,
     count_answers,
@@ -23,7 +22,8 @@ from fledge.data.answering import (
 from fledge.data.chat_fields import as_sent
 from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
-from fledge.engines.client import Answer, BadPrompt, Client, Decoding, Prompt, ServerProblem, run_together
+from fledge.engines.client import Answer, Client, Decoding, Prompt, run_together
+from fledge.http import BadRequest, ServerProblem, key_in
 from fledge.jobs.answer_check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, chat_turn, compare
 from fledge.jobs.answers_file import AnswersFile
 from fledge.jobs.options import default_new_tokens, parse_template_kwargs
@@ -133,7 +133,7 @@ class _Regeneration:
             record = self.records[index]
             try:
                 row = await self._answer(index, record)
-            except (BadPrompt, _BadRecord) as e:
+            except (BadRequest, _BadRecord) as e:
                 if not self.options.skip_bad:
                     cure = "change the record, lower --max-new-tokens, or skip such records by --skip-bad"
                     raise ValueError(f"{record.where}: {e}; {cure}") from e

@@ -8,27 +8,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
-
 from fledge.data.documents import Document
 from fledge.features.vllm.command import UNCHECKED, layers_of
 from fledge.features.vllm.files import Captured, lock_state, read_states, remove
-from fledge.http import Http, UnusableAnswer
-from fledge.json_text import parse_json
+from fledge.http import BadRequest, Http, json_object
 
 CONNECTIONS = 32  # requests in flight
 MOST_NAME = 200  # characters of a file's name; with those of its lock, file systems allow 255
-RETRIES, FIRST_DELAY = 4, 0.5  # repetitions of a request that fails in a passing way, and seconds before the first
+RETRIES = 4  # of a request that fails in a passing way
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that the client waits: for the whole answer to a request, then for its file, and how long a file may be
-    missing until another request makes the server go on, or after its lock was released."""
+    """Seconds that the client waits: for the answer to a request, repetitions included, then for its file, and how long
+    a file may be missing until another request makes the server go on, or after its lock was released."""
 
     answer: float = 600.0
     file: float = 120.0
@@ -52,7 +50,10 @@ class VllmServer:
         api_key: str | None = None, patience: Patience = Patience(),
     ):  # fmt: skip
         self.address, self.start, self.say, self.mapped, self.patience = address, start, say, mapped, patience
-        self._http = Http(address, api_key=api_key, connections=CONNECTIONS + 1)
+        self._http = Http(
+            address, api_key=api_key, connections=CONNECTIONS + 1, timeout=patience.answer, retries=RETRIES,
+            cure=f"start one, wait until it is ready, and run the same command again: {start}",
+        )  # fmt: skip
         self.root = self._http.root
         self._loop = asyncio.new_event_loop()  # only asynchronous requests can have a limit of their total time
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -64,7 +65,7 @@ class VllmServer:
     def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
         """The states of all tokens of a document. Raises ValueError if the server does not give them in time, and as
         soon as `closed` is set."""
-        answer = self._complete(tokens, closed)
+        answer = self._complete(tokens, closed, self.patience.answer)
         name = self._name_of(answer)
         file, layers = self._file_of(name), layers_of(name.rpartition("/")[0])
         if layers is None:
@@ -89,85 +90,43 @@ class VllmServer:
 
     def _describe(self) -> tuple[str, int | None]:
         """The name of the server's model, and its maximum length if it says so."""
-        wrong = f"{self.root} answers, but not as a vLLM server does; start one: {self.start}"
+        found = asyncio.run_coroutine_threadsafe(self._http.json("/v1/models"), self._loop).result()
         try:
-            status, text = self._fetch("GET", "/v1/models")
-        except UnusableAnswer as e:
-            raise ValueError(f"{self.root} cannot be used: {e}") from e
-        except (httpx2.HTTPError, TimeoutError) as e:
-            raise ValueError(self._no_server(_reason(e))) from e
-        if status in (401, 403):
-            raise ValueError(
-                f"{self.root} asks for an API key (status {status}); set the environment variable that --api-key-env "
-                "names"
-            )
-        if status != 200:
-            raise ValueError(self._no_server(f"status {status}"))
-        try:
-            card = parse_json(text)["data"][0]
+            card = found["data"][0]
             name, length = card["id"], card.get("max_model_len")
-        except (ValueError, LookupError, TypeError, AttributeError) as e:
-            raise ValueError(wrong) from e
+        except (LookupError, TypeError, AttributeError):
+            name = length = None
         if not isinstance(name, str):
-            raise ValueError(wrong)
+            raise ValueError(f"{self.root} answers, but not as a vLLM server does; start one: {self.start}")
         return name, length if isinstance(length, int) and length > 0 else None
 
-    def _no_server(self, reason: str) -> str:
-        return (
-            f"no vLLM server answers at {self.root} ({reason}); start one, wait until it is ready, and run the same "
-            f"command again: {self.start}"
-        )
-
-    def _fetch(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> tuple[int, str]:
-        """The status and the text of the response to a request. Raises as `Http.fetch`."""
-        request = self._http.fetch(method, path, seconds=seconds or self.patience.answer, body=body)
-        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
-
-    def _complete(self, tokens: Sequence[int], closed: threading.Event) -> Any:
+    def _complete(self, tokens: Sequence[int], closed: threading.Event, seconds: float) -> dict[str, Any]:
         """The answer to a prompt of token ids: one token, the likeliest, and its log-probability."""
-        for attempt in range(RETRIES + 1):
-            try:
-                status, text = self._post(tokens)
-                if status < 500:
-                    return self._content(status, text, tokens)
-                problem = f"status {status}: {text[:300]}"
-            except UnusableAnswer as e:
-                raise ValueError(f"{self.root} cannot be used: {e}") from e
-            except TimeoutError as e:
-                raise ValueError(
-                    f"{self.root} has not answered a request for hidden states within {self.patience.answer:.0f} s; "
-                    "look at its log"
-                ) from e
-            except httpx2.HTTPError as e:
-                problem = _reason(e)
-            if attempt == RETRIES or closed.wait(FIRST_DELAY * 2**attempt):
-                break
-        raise ValueError(
-            f"{self.root} has not answered a request for hidden states in {attempt + 1} attempts ({problem}); look at "
-            "its log, and continue when it runs again"
-        )
-
-    def _post(self, tokens: Sequence[int], seconds: float | None = None) -> tuple[int, str]:
         body = {
             "model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "logprobs": 1,
             "return_tokens_as_token_ids": True, "return_token_ids": True,
         }  # fmt: skip
-        return self._fetch("POST", "/v1/completions", body, seconds)
-
-    def _content(self, status: int, text: str, tokens: Sequence[int]) -> Any:
-        if status != 200:
-            raise ValueError(
-                f"{self.root} refuses a request for the hidden states of {len(tokens):,} tokens (status "
-                f"{status}): {text[:500]}"
-            )
+        request = asyncio.wait_for(self._http.post("/v1/completions", body, json_object), seconds)
+        future = asyncio.run_coroutine_threadsafe(request, self._loop)
         try:
-            return parse_json(text)
-        except ValueError as e:
-            raise ValueError(f"{self.root} answers a request for hidden states with something else than JSON") from e
+            while not futures.wait([future], timeout=0.1).done:
+                if closed.is_set():
+                    raise ValueError(f"{self.root} is not waited for any more")
+            return future.result()
+        except TimeoutError as e:
+            raise ValueError(
+                f"{self.root} has not answered a request for hidden states within {seconds:.0f} s; look at its log"
+            ) from e
+        except BadRequest as e:
+            raise ValueError(
+                f"{self.root} refuses a request for the hidden states of {len(tokens):,} tokens: {e}"
+            ) from e
+        finally:
+            future.cancel()
 
-    def _name_of(self, answer: Any) -> str:
+    def _name_of(self, answer: dict[str, Any]) -> str:
         """The path of the file that an answer names."""
-        named = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+        named = answer.get("kv_transfer_params")
         name = named.get("hidden_states_path") if isinstance(named, dict) else None
         if not isinstance(name, str):
             raise ValueError(
@@ -221,12 +180,12 @@ class VllmServer:
                     "runs on another machine, its directory has to be the same one here"
                 )
             if now - began > patience.nudge:
-                self._nudge()
+                self._nudge(closed)
             if closed.wait(pause):
                 raise ValueError(f"{file} is not waited for any more")
             pause = min(2 * pause, 25 * patience.poll)
 
-    def _nudge(self) -> None:
+    def _nudge(self, closed: threading.Event) -> None:
         """Sends a request of one token, at most one in `patience.nudge` seconds, so that vLLM's scheduler makes a step.
         Its own small file stays."""
         if not self._nudging.acquire(blocking=False):
@@ -237,8 +196,8 @@ class VllmServer:
                 return
             self._nudged = time.monotonic()
             # the file that is waited for has a time limit of its own
-            with contextlib.suppress(httpx2.HTTPError, TimeoutError, UnusableAnswer):
-                self._post([0], self.patience.nudge)
+            with contextlib.suppress(ValueError):
+                self._complete([0], closed, self.patience.nudge)
 
     def _remove(self, file: Path) -> None:
         try:
@@ -263,7 +222,3 @@ def _next_token(answer: Any) -> tuple[int, float] | None:
     except (LookupError, TypeError, ValueError, OverflowError):
         return None
     return (token, log_probability) if isinstance(token, int) else None
-
-
-def _reason(e: Exception) -> str:
-    return str(e) or type(e).__name__

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.address import refuse_credentials
 from fledge.config import DraftConfig
 from fledge.data.modes import modes_of
 from fledge.data.read import check_source, with_columns
 from fledge.decode.engine import resolve_device
 from fledge.features.cache import FeatureCache
+from fledge.http import refuse_credentials
 from fledge.jobs.options import flag_of, names_of, parse_dtype, parse_template_kwargs
 from fledge.jobs.training.options import (
     FEATURE_OPTIONS,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fledge.address import key_in
 from fledge.features.vllm.command import UNCHECKED, serve_command
 from fledge.features.vllm.files import StatesFolder
 from fledge.features.vllm.server import VllmServer
 from fledge.features.vllm.source import VllmFeatures
+from fledge.http import key_in
 from fledge.jobs.options import parse_dtype
 from fledge.jobs.training.options import TargetOptions
 from fledge.jobs.training.recipe import DataRecipe, ServedRecipe
