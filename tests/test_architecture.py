@@ -44,8 +44,7 @@ ENTRIES = {
 }
 # a part may import from its own group and from groups before it
 GROUPS = (
-    {"methods", "fields", "types", "config", "files", "formats", "hub"}
-    | {"http", "json_text", "progress", "signals"},
+    {"methods", "fields", "types", "config", "files", "formats", "hub"} | {"http", "json_text", "progress", "signals"},
     {"kernels"},
     {"models"},
     {"data", "targets"},
