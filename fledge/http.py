@@ -9,7 +9,9 @@ import asyncio
 import os
 import random
 import re
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
@@ -242,6 +244,15 @@ def _reason(error: httpx2.HTTPError) -> str:
     if isinstance(error, httpx2.RemoteProtocolError | httpx2.NetworkError):
         return "a dropped connection"
     return f"{type(error).__name__}: {error}"
+
+
+def background_loop(owner: object) -> asyncio.AbstractEventLoop:
+    """An event loop that runs in a thread as long as the object `owner` exists, for requests of code that is not
+    asynchronous."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    weakref.finalize(owner, loop.call_soon_threadsafe, loop.stop)
+    return loop
 
 
 # -- responses ----------------------------------------------------------------------------------------------------

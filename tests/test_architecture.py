@@ -52,7 +52,7 @@ GROUPS = (
     {"train", "decode", "engines"},
     {"eval", "demo"},
     {"report"},
-    {"jobs"},
+    {"regenerate", "jobs"},  # the options of all commands are in jobs
     {"cli", "__init__", "__main__"},
 )
 APART = {("train", "decode"), ("decode", "train"), ("data", "targets"), ("targets", "data")}

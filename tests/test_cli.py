@@ -23,10 +23,10 @@ from fledge.eval.prompts import read_prompts
 from fledge.eval.record import is_record
 from fledge.files import exclusive_lock, sibling_path
 from fledge.jobs import generate as generate_job
-from fledge.jobs import regenerate as regenerate_job
 from fledge.jobs.evaluate import summary_lines
 from fledge.jobs.training import schedule
 from fledge.models.weights import save_draft
+from fledge.regenerate.answerers import OwnEngine
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
@@ -844,16 +844,16 @@ def test_regenerate_refuses_a_file_that_another_process_writes(made, fledge, tmp
 
 def test_regenerate_says_how_to_continue(made, fledge, tmp_path, monkeypatch):
     """After a signal or on a full disk, regenerate names the command that continues, and that command continues."""
-    out, answer = tmp_path / "own.jsonl", regenerate_job._answer_batch
+    out, ask = tmp_path / "own.jsonl", OwnEngine.ask
     words = ["regenerate", "--target", made / "target", "--data", made / "chats.jsonl", "--limit", 10, "--batch", 1]
     words += ["--max-new-tokens", 4, "--out", out]
 
-    def ending(*given):
-        if given[4][0] == 4:  # records answered
+    def ending(engine, question):
+        if question.index == 4:  # those before it are answered
             os.kill(os.getpid(), signal.SIGTERM)
-        return answer(*given)
+        ask(engine, question)
 
-    monkeypatch.setattr(regenerate_job, "_answer_batch", ending)
+    monkeypatch.setattr(OwnEngine, "ask", ending)
     went = fledge(*words)
     said = went.err.replace("\n", " ")
     assert went.code == 130 and f"stopped; run the same command again to continue {out}" in said, went.err
@@ -941,7 +941,7 @@ def test_regenerate_does_not_overwrite_files_that_it_did_not_write(made, fledge,
     assert "the text is empty" in fledge(*words, tmp_path / "none.jsonl").err
     prompts.write_text(json.dumps({"text": "the bird"}) + "\n" + json.dumps(rows[0]).replace("bird", "bird " * 600))
     went = fledge(*words, tmp_path / "long.jsonl")
-    assert went.code == 2 and "line 2" in went.err and "shorten it" in went.err
+    assert went.code == 2 and "line 2" in went.err and "shorten the record" in went.err
 
 
 def test_prompts_with_unusual_text_are_read_or_refused_with_their_line(tmp_path):

@@ -494,7 +494,7 @@ def test_neither_target_nor_endpoint(fledge, made, tmp_path):
 JOBS = """
 import os, sys
 from fledge.cli import main
-from fledge.jobs import regenerate_endpoint  # imported once, for all jobs
+from fledge.regenerate import loop  # imported once, for all jobs
 sys.argv = ["fledge", "regenerate", *sys.argv[1:]]
 for line in sys.stdin:  # each starts the job in a process of its own
     if not (child := os.fork()):

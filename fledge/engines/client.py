@@ -95,10 +95,10 @@ class Answer:
     tokens: int | None
     prompt_ids: list[int] | None
     token_ids: list[int] | None
-    meta: dict[str, Any]
-    started: float
-    first: float
-    last: float
+    meta: dict[str, Any] = field(default_factory=dict)
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
 
     def prompt_difference(self, ids: list[int]) -> str:
         """How the server's prompt differs from these token ids: by its tokens where the server returns them, otherwise

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from fledge.data.documents import Document
 from fledge.features.vllm.command import UNCHECKED, layers_of
 from fledge.features.vllm.files import Captured, lock_state, read_states, remove
-from fledge.http import BadRequest, Http, json_object
+from fledge.http import BadRequest, Http, background_loop, json_object
 
 CONNECTIONS = 32  # requests in flight
 MOST_NAME = 200  # characters of a file's name; with those of its lock, file systems allow 255
@@ -55,9 +54,7 @@ class VllmServer:
             cure=f"start one, wait until it is ready, and run the same command again: {start}",
         )  # fmt: skip
         self.root = self._http.root
-        self._loop = asyncio.new_event_loop()  # only asynchronous requests can have a limit of their total time
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        self._loop = background_loop(self)  # only asynchronous requests can have a limit of their total time
         self._nudging, self._nudged = threading.Lock(), 0.0
         self._said: set[str] = set()  # the kinds of messages that were said
         self.model, self.max_model_len = self._describe()

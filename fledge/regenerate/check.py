@@ -20,7 +20,6 @@ from fledge.engines.client import Answer
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
-    from fledge.decode.request import Completion
 
 # what a comparison finds, by the answer's tokens or, where the server does not return them, by their number
 SAME, RETOKENIZED, REWRITTEN = "same", "retokenized", "rewritten"
@@ -61,13 +60,6 @@ def chat_turn(
     except ValueError as e:  # training would refuse it, too
         return Turn(record, number, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
     return Turn(record, number, before, answer, text)
-
-
-def own_answer(prompt: list[int], done: Completion, text: str) -> Answer:
-    """An answer that was decoded here, after a prompt of these token ids, in the form of a server's."""
-    return Answer(
-        text, "", done.finish, len(prompt), len(done.tokens), prompt, done.tokens, {}, started=0.0, first=0.0, last=0.0
-    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,279 @@
+"""The loop over the conversations of the data: each answer is part of the prompt of the next one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.data.answering import answered_conversation, count_answers, split_conversation, text_prompt
+from fledge.data.limit import EndlessTemplate
+from fledge.data.record import Record
+from fledge.engines.client import Answer
+from fledge.http import BadRequest, ServerProblem
+from fledge.regenerate.answerers import Answerer, OwnEngine, Question, ServedModel
+from fledge.regenerate.check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, chat_turn, compare
+from fledge.regenerate.file import AnswersFile
+
+if TYPE_CHECKING:
+    from fledge.data.template import ChatTemplate
+    from fledge.jobs.regenerate import RegenerateOptions
+
+
+def regenerate(
+    options: RegenerateOptions, records: Sequence[Record], refused: list[str], out: Path, say: Callable[[str], None],
+    progress: Any,
+) -> None:  # fmt: skip
+    """Answers the records that have no line in the output file yet, and puts the lines into the order of the data. The
+    caller holds the lock of the file. `refused` are the reasons for which records of the data were skipped.
+
+    Raises ValueError for a record that cannot be answered (unless --skip-bad), after those before it are written; for
+    answers that are not those of the target's template; and if the server does not answer.
+    """
+    try:
+        with ServedModel(options) if options.endpoint else OwnEngine(options) as answerer:
+            file = AnswersFile(out, _headers(records, options, answerer.identity))
+            done = len(file.done)
+            if done == len(records):
+                file.sort()
+                say(f"{out} is complete: {done:,} records")
+                return
+            if done:
+                say(f"continuing {out} after {done:,} of {len(records):,} records")
+            loop = _Loop(options, answerer, records, refused, file, say)
+            numbers = [count_answers(r) for r in records]
+            answered = sum(numbers[i] for i in file.done)
+            with file, progress.count("answers", sum(numbers), answered, unit="answers") as advance:
+                loop.run(advance)
+    except ServerProblem as e:
+        raise ValueError(f"{e}; run the same command again to continue {out}") from e
+    file.sort()
+    if refused and not file.done:
+        raise ValueError(f"every record was refused, the first because: {refused[0]}")
+    say(f"wrote {len(file.done):,} records to {out}")
+    loop.report(" of this run" if done else "")
+
+
+def _headers(records: Sequence[Record], options: RegenerateOptions, identity: list[Any]) -> list[dict[str, str]]:
+    """The first fields of the rows: the location of the record, and a hash of everything that determines its answers.
+    Records of the same content and location (`@2`) are told apart by their number."""
+    asked = [*identity, options.prompt_tokens, options.temperature, options.top_p, options.top_k]
+    asked.append(options.template_kwargs)
+    seen: Counter[str] = Counter()
+    headers = []
+    for r in records:
+        content = json.dumps([asked, r.where, r.messages, r.text, r.tools, r.turns, r.prompt_length, r.template_kwargs])
+        key = hashlib.sha256(f"{content}{seen[content] or ''}".encode()).hexdigest()[:16]
+        seen[content] += 1
+        headers.append({"source": r.where, "asked": key})
+    return headers
+
+
+class _Loop:
+    """One run: the records that are being answered, and counts of what happened.
+
+    After an answer, the next question of its record is asked at once, so that the answerer always has work. The answer
+    is compared with the target's template while no further answer has arrived. `due` lists the comparisons (turns) and,
+    after a record's last turn, its row to write.
+    """
+
+    def __init__(
+        self, options: RegenerateOptions, answerer: Answerer, records: Sequence[Record], refused: list[str],
+        file: AnswersFile, say: Callable[[str], None],
+    ):  # fmt: skip
+        self.options, self.answerer, self.records = options, answerer, records
+        self.refused, self.file, self.say = refused, file, say
+        self.todo = iter([i for i in range(len(records)) if i not in file.done])
+        self.open: dict[int, Generator[Question, Answer, dict[str, Any]]] = {}
+        self.due: deque[tuple[int, Turn | dict[str, Any]]] = deque()
+        self.dropped: set[int] = set()
+        self.held: dict[int, dict[str, Any]] = {}
+        self.check, self.counts = AnswerCheck(), Counter[str]()
+        self.refusal: tuple[int, str] | None = None
+        template = answerer.template
+        for r in records:
+            if r.text is None and template is not None and template.tokenizer.chat_template is None:
+                raise ValueError(
+                    f"{options.target} has no chat template, and {r.where} is a conversation; give the "
+                    "instruction-tuned model as --target"
+                )
+            if r.text is not None and template is None and not r.prompt_length:
+                raise ValueError(
+                    f"{r.where}: of a plain text, the first --prompt-tokens are kept, as --target's tokenizer counts "
+                    "them; give --target MODEL, or the data as `prompt` and `completion`"
+                )
+
+    def run(self, advance: Callable[[], None]) -> None:
+        """Answers all records."""
+        try:
+            while self._fill() or self.due:
+                for index, answer in self.answerer.answers(self.open, advance, wait=not self.due):
+                    self._continue(index, answer)
+                if self.due:
+                    self._settle(*self.due.popleft())
+        except (ServerProblem, KeyboardInterrupt):  # what was answered is written
+            while self.due:
+                self._settle(*self.due.popleft())
+            raise
+        if self.refusal:
+            cure = "change or shorten the record, lower --max-new-tokens, or skip such records by --skip-bad"
+            raise ValueError(f"{self.refusal[1]}; {cure}")
+        if self.held or (self.check.mostly_rewritten and not self.file.done):
+            self._explain_answers()
+
+    def _fill(self) -> bool:
+        """Begins as many records as the answerer has places for. Returns whether any is open."""
+        while len(self.open) < self.answerer.places and not self.refusal:
+            if (index := next(self.todo, None)) is None:
+                break
+            self.open[index] = self._converse(index, self.records[index])
+            self._continue(index, None)
+        return bool(self.open)
+
+    def _continue(self, index: int, answer: Answer | BadRequest | None) -> None:
+        """Gives a record its answer, and asks its next question."""
+        try:
+            conversation = self.open[index]
+            if isinstance(answer, BadRequest):
+                raise answer
+            self.counts["truncated"] += answer is not None and answer.finish == "length"
+            self.answerer.ask(conversation.send(answer))
+        except StopIteration as end:
+            del self.open[index]
+            self.due.append((index, end.value))
+        except (EndlessTemplate, ServerProblem):
+            raise
+        except ValueError as e:  # the template or the answerer refuses the conversation
+            self._refuse(index, e)
+
+    def _converse(self, index: int, record: Record) -> Generator[Question, Answer, dict[str, Any]]:
+        """Yields the questions of a record, each after the answer to the one before, and returns its row."""
+        template = self.answerer.template and self.answerer.template.of(record.template_kwargs)
+        if record.text is not None:
+            prompt, start = self._text_prompt(template, record.text, record.prompt_length)
+            answer = yield Question(index, 0, record, template, [], prompt)
+            whole = start + answer.text
+            if template is not None:
+                self.due.append((index, Turn(record, 1, prompt, answer, whole)))
+            return {"prompt": start, "completion": answer.text} if record.prompt_length else {"text": whole}
+        kept, rest = split_conversation(record)
+        messages = list(kept)
+        for number in itertools.count(1):
+            while rest[0]["role"] != "assistant":
+                messages.append(rest.pop(0))
+            rest.pop(0)
+            before = "" if template is None else template.prompt_text(messages, tools=record.tools, where=record.where)
+            question = Question(index, number, record, template, messages, before)
+            answer = yield question
+            messages.append(message := self.answerer.message(question, answer))
+            if template is not None:
+                self.due.append((index, chat_turn(template, record, messages, number, before, answer)))
+            if not any(m["role"] == "assistant" for m in rest):
+                break
+            if message.get("tool_calls"):
+                self.counts["calls"] += 1
+                break
+        return answered_conversation(record, messages)
+
+    def _text_prompt(self, template: ChatTemplate | None, text: str, length: int) -> tuple[str | list[int], str]:
+        """The prompt of a plain text, as token ids (as text without a template) and as text: its first `length`
+        characters, or --prompt-tokens tokens."""
+        if not length:
+            return text_prompt(template, text, self.options.prompt_tokens)
+        return text[:length] if template is None else template.prompt_ids(text[:length]), text[:length]
+
+    def _drop(self, index: int) -> None:
+        self.open.pop(index, None)
+        self.dropped.add(index)
+
+    def _refuse(self, index: int, error: ValueError) -> None:
+        """Skips a record that cannot be answered. Without --skip-bad, ends the records behind it."""
+        where = self.records[index].where
+        reason = f"{where}: {str(error).removeprefix(f'{where}: ')}"
+        self._drop(index)
+        if self.options.skip_bad:
+            self.refused.append(reason)
+            return
+        self.refusal = min(self.refusal or (index, reason), (index, reason))
+        for later in [i for i in self.open if i > index]:
+            self._drop(later)
+
+    def _settle(self, index: int, item: Turn | dict[str, Any]) -> None:
+        """Compares an answer, or writes a row. Rows are held back while most of the answers are not what was generated:
+        if the job ends because of that, the same command can be given again with another server."""
+        if index in self.dropped:
+            return
+        if isinstance(item, Turn):
+            self._compare(index, item)
+            return
+        self.held[index] = item
+        if not self.check.mostly_rewritten:
+            self.file.append(self.held)
+            self.held = {}
+
+    def _compare(self, index: int, turn: Turn) -> None:
+        """Compares an answer with the target's template. Raises ValueError for a prompt that is other tokens on the
+        server, and if most answers have another text than was generated."""
+        template = self.answerer.template.of(turn.record.template_kwargs)
+        found = compare(template, turn, spaces=self.answerer.keeps_rewritten)
+        if found.prompt:
+            self._explain_prompt(turn.record, found.prompt)
+        self.check.add(turn, found)
+        if found.answer == UNKNOWN and self.check.counts[UNKNOWN] == 1:
+            self.say(
+                "the answers of this server cannot be compared with what the target's template gives, as it returns "
+                "neither their token ids nor a number of tokens that can be compared; vLLM returns the ids"
+            )
+        if self.check.compared >= ENOUGH and self.check.mostly_rewritten:
+            self._explain_answers()
+        if found.answer == REWRITTEN and not self.answerer.keeps_rewritten:
+            self.counts["left out"] += 1
+            self._drop(index)
+
+    def _explain_prompt(self, record: Record, difference: str) -> None:
+        """Raises ValueError for a prompt that is other tokens on the server; with tools, only says so once, since
+        servers rewrite their JSON."""
+        found = f"{record.where}: the prompt is not that of {self.options.target} ({difference})"
+        if not record.tools:
+            raise ValueError(
+                f"{found}: the server has another template or thinking mode, adds a system prompt, or serves another "
+                "model. Give --template-kwargs as the server needs them, or leave --target out to keep such answers"
+            )
+        self.counts["tools"] += 1
+        if self.counts["tools"] == 1:
+            self.say(f"{found}: the server renders tools in another way")
+
+    def _explain_answers(self) -> None:
+        """Raises ValueError for answers whose text is not what was generated."""
+        check, answerer, kept = self.check, self.answerer, len(self.file.done)
+        written = f" (remove its {kept:,} records first, if they are of this server)"
+        raise ValueError(
+            f"{check.counts[REWRITTEN]:,} of {check.compared:,} answers are not what the {answerer.who} generated, the "
+            f"first: {check.first[REWRITTEN]}. A draft would be trained on another text than it will see. "
+            f"{answerer.cure}{written * bool(kept and answerer.keeps_rewritten)}"
+        )
+
+    def report(self, which: str) -> None:
+        """Says what was compared, cut and skipped. `which` follows "answers" and says which were compared."""
+        for line in self.check.report(which, self.answerer.keeps_rewritten):
+            self.say(line)
+        sentences = {
+            "left out": "records were left out: the chat template does not render their answers as the target "
+            "generated them",
+            "calls": "conversations end before the last question of the data, at a tool call of the target's own, as "
+            "nobody answers it",
+            "truncated": f"answers reached --max-new-tokens {self.answerer.max_new_tokens}; they are kept, cut at that "
+            "length",
+        }
+        for name, sentence in sentences.items():
+            if n := self.counts[name]:
+                self.say(f"{n:,} {sentence}")
+        if self.refused:
+            self.say(f"{len(self.refused):,} records were refused (--skip-bad), the first because: {self.refused[0]}")
+        if repeated := self.answerer.repeated:
+            reasons = ", ".join(f"{reason} ({n:,})" for reason, n in repeated.most_common())
+            self.say(f"{repeated.total():,} requests were repeated: {reasons}")
