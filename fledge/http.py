@@ -258,7 +258,7 @@ def background_loop(owner: object) -> asyncio.AbstractEventLoop:
 # -- responses ----------------------------------------------------------------------------------------------------
 
 
-async def content(response: httpx2.Response) -> bytes:
+async def _content(response: httpx2.Response) -> bytes:
     """The whole content of a response. Raises UnusableAnswer for more than MOST_BYTES."""
     found = bytearray()
     async for chunk in response.aiter_bytes():
@@ -268,19 +268,19 @@ async def content(response: httpx2.Response) -> bytes:
 
 
 async def _text(started: float, response: httpx2.Response) -> str:
-    return (await content(response)).decode(errors="replace")
+    return (await _content(response)).decode(errors="replace")
 
 
 async def json_object(started: float, response: httpx2.Response) -> dict[str, Any]:
     """The JSON object of a response, for `Http.post`. Raises `Passing` for anything else, and for an error in it."""
-    return _parsed(await content(response))
+    return _parsed(await _content(response))
 
 
 async def json_objects(response: httpx2.Response, stream: bool) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of a response: its body, or the `data:` lines of a stream up to [DONE]. Raises `Passing` as
     `json_object`, and for a stream without its end."""
     if not stream:
-        yield _parsed(await content(response))
+        yield _parsed(await _content(response))
         return
     async for line in _lines(response):
         data = line.removeprefix(b"data:").strip()

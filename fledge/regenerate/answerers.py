@@ -85,8 +85,8 @@ class Answerer(Protocol):
 class OwnEngine(Answerer):
     """The target in this process, which decodes the answers of many conversations together.
 
-    Several batches are asked together, so that a finished request is replaced by the next one. Random draws are keyed
-    by record and answer: a continued job generates the same text as an uninterrupted one.
+    The engine gets several batches at once, so that another request takes the place of a finished request. Random draws
+    are keyed by record and answer: a continued job generates the same text as an uninterrupted job.
     """
 
     who, keeps_rewritten = "target", False

@@ -31,8 +31,8 @@ def regenerate(
     """Answers the records that have no line in the output file yet, and puts the lines into the order of the data. The
     caller holds the lock of the file. `refused` are the reasons for which records of the data were skipped.
 
-    Raises ValueError for a record that cannot be answered (unless --skip-bad), after those before it are written; for
-    answers that are not those of the target's template; and if the server does not answer.
+    Raises ValueError for a refused record (unless --skip-bad), after the records before it are written; for prompts and
+    answers that the target's template renders otherwise; and if the server does not answer.
     """
     try:
         with ServedModel(options) if options.endpoint else OwnEngine(options) as answerer:
