@@ -149,8 +149,8 @@ def step(checkout: Checkout, options: argparse.Namespace) -> dict[str, float]:
 
 
 def rounds(checkout: Checkout, options: argparse.Namespace) -> dict[str, float]:
-    shape = ["--shape", "tiny" if options.device == "cpu" else "8b"]
-    rows = rows_of(checkout, "decode", *shape, "--engine", "fledge", "--device", options.device)
+    sizes = "--shape tiny --context 128 --new 60" if options.device == "cpu" else "--shape 8b"
+    rows = rows_of(checkout, "decode", *sizes.split(), "--engine", "fledge", "--device", options.device)
     return {f"{row['what']}, batch {row['batch']}, {k}": row[k] for row in rows for k in ("ms", "wall_ms")}
 
 
