@@ -1,4 +1,4 @@
-"""Runs the same commands with two commits on one machine and compares what they write, to the bit.
+"""Runs the same commands with two commits on one machine and compares their output files to the bit.
 
     python bench/golden.py --base main                 # against this working tree, uncommitted changes included
     python bench/golden.py --base main --only decode resume --work build/golden --out build/golden.json
@@ -183,8 +183,8 @@ def server(folder: Path, tree: Path) -> subprocess.Popen[str]:
 
 
 def serve(folder: Path) -> None:
-    """Runs the cases named on standard input, and answers with their exit codes. Each command is a child of this
-    process, which imports once what takes seconds to import."""
+    """Runs the cases named on standard input, and answers with their exit codes. Each command is a forked child:
+    torch and transformers, which take seconds to import, are imported once."""
     import torch._dynamo  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
@@ -389,7 +389,7 @@ def make_files(folder: Path) -> None:
             weight.data.normal_(0, 1 if "embed" in name or "lm_head" in name else 0.7 * weight.shape[-1] ** -0.5)
     for token in range(len(tokenizer)):
         if token != 1 and tokenizer.decode([token]).strip() not in words:
-            model.lm_head.weight.data[token] *= 0.05  # so that its texts are words, and their tokens the same again
+            model.lm_head.weight.data[token] *= 0.05  # answers are words: decoding and encoding them keeps the tokens
     for part in (model, tokenizer):
         part.save_pretrained(folder / "target")
     draw, chats = random.Random(0), ""

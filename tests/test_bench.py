@@ -483,7 +483,7 @@ def test_golden_compares_all_but_times(tmp_path: Path, monkeypatch: pytest.Monke
     table = "prompts     τ  tokens/s  identical\n5        {:.2f}       {}        5/5\n"
 
     def difference(name: str, *contents: object) -> list[str]:
-        """What is found of a file with these contents, in folders as those of a case."""
+        """The differences of two folders of a case, each with one file of the given content."""
         folders = [tmp_path / side / "case" for side in ("base", "here")]
         for folder, content in zip(folders, contents, strict=True):
             shutil.rmtree(folder, ignore_errors=True)
