@@ -256,7 +256,7 @@ def test_methods_and_flags_that_do_not_go_together(made, draft, flags, reason, f
         (["--eval-prompts", "nowhere.jsonl"], "--eval-prompts nowhere.jsonl does not exist"),
         (["--out", "few.jsonl"], "is a file; choose another name"),
         (["--out", "few.jsonl/run"], "few.jsonl is not a directory"),
-        (["--init-from", "draft", "--layers", 2, "--qk-norm"], "vocabulary and shape; leave --qk-norm, --layers out"),
+        (["--init-from", "draft", "--layers", 2, "--qk-norm"], "vocabulary and shape; leave --layers, --qk-norm out"),
         (["--init-from", "draft", "--target", "other"], "does not fit .*it was trained with another tokenizer"),
     ],
 )

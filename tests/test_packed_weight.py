@@ -247,22 +247,22 @@ def test_a_lack_of_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_copies_of_a_draft(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each matrix, and one of the keys and values that a prompt has of the last layer. They follow the draft's
-    weights, also where complete answers are guessed."""
+    weights."""
     copied, copy_of = [], packed_weight.copy_of
     monkeypatch.setattr(packed_weight, "copy_of", lambda w, half: (copied.append(tuple(w.shape)), copy_of(w, half))[1])
     target = target_of_16_bits()
     draft = tiny_draft(target, draft_vocab_size=100, num_hidden_layers=2).bfloat16().float()
-    engine = Engine(target, draft, depth="auto")
-    texts = [(engine.generate_all([PROMPT], max_new_tokens=20)[0].tokens * 2, 20)]
-    assert len(copied) == 8 * 4 + 1 + 2 * 4 + 3
-    engine._guess(texts)
-    assert len(copied) == 8 * 4 + 1 + 2 * 4 + 3
+    engine = Engine(target, draft, depth=3)
+    for _ in range(2):
+        engine.generate_all([PROMPT], max_new_tokens=20)
+        assert len(copied) == 8 * 4 + 1 + 2 * 4 + 3
     with torch.no_grad():
         for p in draft.parameters():
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)).bfloat16())
-    found = engine._guess(texts)
+    found = engine.generate(PROMPT, max_new_tokens=20)
     assert len(copied) == 8 * 4 + 1 + 2 * (2 * 4 + 3)
-    assert found == Engine(target, draft, depth="auto")._guess(texts)
+    fresh = Engine(target, draft, depth=3).generate(PROMPT, max_new_tokens=20)
+    assert (found.tokens, found.trace.rounds[0].accepted) == (fresh.tokens, fresh.trace.rounds[0].accepted)
 
 
 def test_a_head_that_is_not_packed_is_the_present_one() -> None:
