@@ -25,16 +25,16 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # No single change shows how much the whole grows: each budget may only get smaller. Blank lines are not counted. The
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
-    "files": 282,
-    "lines": 34_449,
-    "statements": 26_393,
-    "lines behind fledge train": 28_016,
-    "lines behind fledge generate": 15_597,
-    "lines behind the training loop": 9_273,
-    "lines behind the engine": 14_810,
+    "files": 261,
+    "lines": 32_810,
+    "statements": 25_020,
+    "lines behind fledge train": 27_030,
+    "lines behind fledge generate": 15_130,
+    "lines behind the training loop": 9_270,
+    "lines behind the engine": 14_345,
     "options of fledge train": 58,  # those of single methods not counted
-    "circles of imports": 5,
-    "class names that occur twice": 11,
+    "circles of imports": 0,
+    "class names that occur twice": 0,
 }
 ENTRIES = {
     "lines behind fledge train": "fledge.jobs.train",

@@ -21,7 +21,7 @@ from fledge.data.pack import make_row
 from fledge.engines.support import ENGINES
 from fledge.eval import replays
 from fledge.eval.draft_files import config_findings, read_files
-from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, Decoding, excerpt_range, read_probe, replay
+from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, ProbeDecoding, excerpt_range, read_probe, replay
 from fledge.jobs import check as check_job
 from fledge.models.weights import build_draft
 from fledge.targets.loading import load_target
@@ -607,9 +607,9 @@ def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damage
 
     accepts = 0
 
-    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> Decoding:
+    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> ProbeDecoding:
         accepted = accepts + (2 if draft.config.aux_layers == (2, 4, 5) else 0)
-        return Decoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
+        return ProbeDecoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
 
     monkeypatch.setattr("fledge.eval.probe.decode", decode)
     code, result = check(draft, target=target)
@@ -635,10 +635,10 @@ def test_mix_ups_without_a_probe_are_found_by_decoding(check, damaged, monkeypat
     right = load_file(draft / "model.safetensors")
     tensors(MIX_UPS[words])(draft, target)
 
-    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> Decoding:
+    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> ProbeDecoding:
         state = draft.state_dict()
         accepted = 2 if all(torch.equal(state[n].to(x.dtype), x) for n, x in right.items() if n in state) else 1
-        return Decoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
+        return ProbeDecoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
 
     monkeypatch.setattr("fledge.eval.probe.decode", decode)
     code, result = check(draft, target=target)
@@ -834,8 +834,8 @@ def test_an_excerpt_lies_within_its_document(n, first):
     assert end - start == min(n, SLOTS + 1 + steps) and (start <= first or first < 4)
 
 
-def decoding(committed: list[int], rounds: list[int]) -> Decoding:
-    return Decoding([[1]] * len(rounds), 8, 3, committed, rounds, "float32")
+def decoding(committed: list[int], rounds: list[int]) -> ProbeDecoding:
+    return ProbeDecoding([[1]] * len(rounds), 8, 3, committed, rounds, "float32")
 
 
 def test_the_standard_error_is_that_of_a_difference_of_ratios():
@@ -866,7 +866,7 @@ def test_all_lists_moved_together_are_one_finding(check, damaged):
 
 
 def test_a_lower_tau_is_a_fault_beyond_its_standard_error():
-    def of(accepted: list[int]) -> Decoding:
+    def of(accepted: list[int]) -> ProbeDecoding:
         return decoding([10 + a for a in accepted], [10] * 4)
 
     before = of([10, 12, 9, 11])

@@ -14,7 +14,7 @@ from fledge.data.pack import make_row, pack
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.token_store import TokenStore
-from fledge.data.tokenize import Batch, Settings, batches, tokenizing
+from fledge.data.tokenize import Settings, TokenizedBatch, batches, tokenizing
 from fledge.types import Packed
 
 
@@ -69,14 +69,14 @@ def make_documents(
     `workers` processes (see `tokenizing`). Raises ValueError if no record is usable.
     """
     store = store or TokenStore()
-    done: list[Batch] = []
+    done: list[TokenizedBatch] = []
     with tokenizing(Settings(template, max_length, skip_bad), workers) as tokenize:
         for batch in tokenize(batches(records)):
             store.append(batch.tokens, batch.spans)
             done.append(batch.without_tokens())
             for _ in range(len(batch.documents)):
                 advance()
-    made = Batch.joined(done)
+    made = TokenizedBatch.joined(done)
     if order is None:
         order = np.arange(len(made.documents))
     times = np.bincount(order, minlength=len(made.documents))  # how often each record occurs

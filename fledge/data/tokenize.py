@@ -45,7 +45,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenizedBatch:
     """The documents of successive records. `tokens` and `spans` hold all documents one after the other, int32 [n];
     `lengths` and `supervised` count the tokens of each document, int32 [D].
 
@@ -63,27 +63,27 @@ class Batch:
     refused: dict[int, str]
     losses: dict[int, tuple[str, ...]]
 
-    def without_tokens(self) -> Batch:
+    def without_tokens(self) -> TokenizedBatch:
         return replace(self, tokens=NOTHING, spans=NOTHING)
 
     @staticmethod
-    def joined(parts: Sequence[Batch]) -> Batch:
+    def joined(parts: Sequence[TokenizedBatch]) -> TokenizedBatch:
         """The batch of all records of several successive batches."""
         arrays = {
             f.name: np.concatenate([NOTHING, *(getattr(part, f.name) for part in parts)])
-            for f in fields(Batch)
+            for f in fields(TokenizedBatch)
             if f.name not in ("refused", "losses")
         }
         firsts = [*accumulate((len(part.documents) for part in parts), initial=0)]
         refused = {a + i: why for a, part in zip(firsts, parts, strict=False) for i, why in part.refused.items()}
         losses = {a + i: kinds for a, part in zip(firsts, parts, strict=False) for i, kinds in part.losses.items()}
-        return Batch(**arrays, refused=refused, losses=losses)
+        return TokenizedBatch(**arrays, refused=refused, losses=losses)
 
 
-Tokenize = Callable[[Iterable[list[Record]]], Iterator[Batch]]
+Tokenize = Callable[[Iterable[list[Record]]], Iterator[TokenizedBatch]]
 
 
-def tokenize(records: list[Record], settings: Settings) -> Batch:
+def tokenize(records: list[Record], settings: Settings) -> TokenizedBatch:
     """Tokenizes a batch. Raises ValueError for a record that the template refuses, unless `skip_bad` is set,
     and EndlessTemplate for a template that does not terminate."""
     parts, counts, windowed, refused, losses = [], [], [], {}, {}
@@ -100,7 +100,7 @@ def tokenize(records: list[Record], settings: Settings) -> Batch:
         parts += cut
         counts.append(len(cut))
         windowed.append(sum(len(d.tokens) > settings.max_length for d in found))
-    return Batch(
+    return TokenizedBatch(
         tokens=np.concatenate([NOTHING, *(d.tokens for d in parts)]),
         spans=np.concatenate([NOTHING, *(d.spans for d in parts)]),
         lengths=np.array([len(d.spans) for d in parts], dtype=np.int32),
@@ -170,17 +170,17 @@ def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
 
 def _in_order(
     todo: Iterable[list[Record]], idle: queue.SimpleQueue[_Worker], pool: ThreadPoolExecutor, ahead: int
-) -> Iterator[Batch]:
+) -> Iterator[TokenizedBatch]:
     """The results of all batches in order. At most `ahead` batches are on their way, so that memory is bounded."""
 
-    def ask(batch: list[Record]) -> Batch:
+    def ask(batch: list[Record]) -> TokenizedBatch:
         worker = idle.get()
         try:
             return worker.ask(batch)
         finally:
             idle.put(worker)
 
-    pending: deque[Future[Batch]] = deque()
+    pending: deque[Future[TokenizedBatch]] = deque()
     for batch in todo:
         pending.append(pool.submit(ask, batch))
         if len(pending) > ahead:
@@ -207,7 +207,7 @@ class _Worker:
             )  # fmt: skip
         self.startup: bytes | None = startup
 
-    def ask(self, batch: list[Record]) -> Batch:
+    def ask(self, batch: list[Record]) -> TokenizedBatch:
         try:
             if self.startup is not None:
                 self.connection.send_bytes(self.startup)
@@ -237,7 +237,7 @@ def work(descriptor: int) -> None:
         settings: Settings = connection.recv()
         while True:
             records = connection.recv()
-            answer: Batch | str
+            answer: TokenizedBatch | str
             try:
                 answer = tokenize(records, settings)
             except ValueError as e:

@@ -97,7 +97,7 @@ class Excerpt:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class ProbeDecoding:
     """Greedy decoding of some prompts (token ids) with the draft in chains of `depth`: the tokens committed and the
     rounds of each answer of at most `new_tokens`, and the dtype in which it was decoded."""
 
@@ -113,7 +113,7 @@ class Decoding:
         """The tokens committed per round; 0 if there were no rounds."""
         return sum(self.committed) / sum(self.rounds) if any(self.rounds) else 0.0
 
-    def error_against(self, before: Decoding) -> float:
+    def error_against(self, before: ProbeDecoding) -> float:
         """The standard error of the difference between this `tau` and that of an earlier decode of the same prompts, as
         a difference of two ratios of sums over answers (paired, since a prompt may be easy or hard in both)."""
         n = len(self.rounds)
@@ -147,7 +147,7 @@ class ProbeRecord:
     chats: list[str]
     step: int = 0
     eval_tau: float | None = None
-    decoding: Decoding | None = None
+    decoding: ProbeDecoding | None = None
     config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -350,7 +350,7 @@ def _read_record(content: Any) -> ProbeRecord:
     decoding = None
     if "decoding" in top:
         known = top.nested("decoding", _DECODING)
-        decoding = Decoding(**{name: known.get(name) for name in _DECODING})
+        decoding = ProbeDecoding(**{name: known.get(name) for name in _DECODING})
         counts = {len(x) if x else 0 for x in (decoding.prompts, decoding.committed, decoding.rounds)}
         if len(counts) > 1 or 0 in counts or None in (decoding.new_tokens, decoding.depth):
             raise ValueError("its prompts and rounds do not belong together")
@@ -386,7 +386,9 @@ def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def decode(target: DecodingTarget, draft: Draft, prompts: list[list[int]], new_tokens: int, depth: int) -> Decoding:
+def decode(
+    target: DecodingTarget, draft: Draft, prompts: list[list[int]], new_tokens: int, depth: int
+) -> ProbeDecoding:
     """Decodes prompts greedily with a draft in chains of `depth` tokens, with the modules in eval mode. Raises
     ValueError if the target cannot verify drafts."""
     from fledge.decode.engine import Engine  # imports transformers, which reading a probe does not need
@@ -395,4 +397,4 @@ def decode(target: DecodingTarget, draft: Draft, prompts: list[list[int]], new_t
     traces = quiet_traces(Engine(target, draft, depth=depth), prompts, new_tokens)
     committed, rounds = zip(*(committed_per_round([trace]) for trace in traces), strict=True)
     dtype = str(target.dtype).removeprefix("torch.")
-    return Decoding(prompts, new_tokens, depth, list(committed), list(rounds), dtype)
+    return ProbeDecoding(prompts, new_tokens, depth, list(committed), list(rounds), dtype)

@@ -15,7 +15,7 @@ from fledge.data.pack import make_row
 from fledge.eval.causes import ROUNDED, SAME, changed_tensors, find_cause, likeliest_repairs, replay_error
 from fledge.eval.draft_files import COPY, DraftOnDisk, changed_fields
 from fledge.eval.findings import Finding
-from fledge.eval.probe import Decoding, Probe
+from fledge.eval.probe import Probe, ProbeDecoding
 from fledge.models.weights import DraftFiles, target_sha256
 from fledge.targets.interface import Target, TrainingTarget
 
@@ -188,7 +188,9 @@ def _changed(changed: Sequence[str], written_as: dict[str, str], count: int) -> 
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def decoding_findings(now: Decoding, before: Decoding, explained: bool) -> tuple[list[Finding], dict[str, Any]]:
+def decoding_findings(
+    now: ProbeDecoding, before: ProbeDecoding, explained: bool
+) -> tuple[list[Finding], dict[str, Any]]:
     """Findings about a decode of the recorded prompts, and its figures."""
     margin = max(ERRORS * now.error_against(before), LEAST * before.tau)
     figures = {"tau": now.tau, "recorded_tau": before.tau, "margin": margin}

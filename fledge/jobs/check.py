@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fledge.config import DraftConfig
     from fledge.eval.draft_files import DraftOnDisk
     from fledge.eval.findings import Report
-    from fledge.eval.probe import Decoding, Probe, ProbeRecord
+    from fledge.eval.probe import Probe, ProbeDecoding, ProbeRecord
     from fledge.jobs.display import ProgressDisplay, ResultPrinter
     from fledge.models.draft import Draft
     from fledge.models.weights import DraftFiles
@@ -313,7 +313,7 @@ def _decode(
     report.measured |= figures
 
 
-def _decoded(target: TransformersTarget, draft: Draft, before: Decoding) -> Decoding:
+def _decoded(target: TransformersTarget, draft: Draft, before: ProbeDecoding) -> ProbeDecoding:
     from fledge.eval.probe import decode
 
     return decode(target, draft, before.prompts, before.new_tokens, before.depth)
@@ -335,13 +335,13 @@ def _decode_questions(
     prompts = [template.prompt_ids([{"role": "user", "content": q}] if chats else q) for q in QUESTIONS]
     depth = draft.config.provenance.depth or 5
 
-    def decoded(files: DraftFiles) -> Decoding:
+    def decoded(files: DraftFiles) -> ProbeDecoding:
         return decode(target, files.build(target.device, target.dtype), prompts, NEW_TOKENS, depth)
 
     now = decoded(draft)
     report.measured["tau"] = now.tau
     at_chance = now.tau < 1 + AT_CHANCE
-    tried: dict[str, tuple[Decoding, str]] = {}
+    tried: dict[str, tuple[ProbeDecoding, str]] = {}
     if any(now.rounds):
         say("the draft has no probe; other ways to read it are tried")
         others = variants(draft, layers_of(draft.config, target), target.num_layers)

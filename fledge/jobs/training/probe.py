@@ -13,8 +13,8 @@ from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.eval.probe import (
     CONTEXT,
-    Decoding,
     Excerpt,
+    ProbeDecoding,
     ProbeRecord,
     decode,
     excerpt_range,
@@ -123,7 +123,7 @@ class _Decoder:
     new_tokens: int
     depth: int
 
-    def __call__(self, draft: Draft, dtype: torch.dtype) -> Decoding:
+    def __call__(self, draft: Draft, dtype: torch.dtype) -> ProbeDecoding:
         target = self.prepared.target
         if draft.dtype != dtype:
             draft = rounded_copy(draft, dtype).to(target.device, target.dtype)
