@@ -26,7 +26,7 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 261,
-    "lines": 32_810,
+    "lines": 32_815,
     "statements": 25_020,
     "lines behind fledge train": 27_030,
     "lines behind fledge generate": 15_130,
