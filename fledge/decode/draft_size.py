@@ -136,8 +136,8 @@ class SizeChooser:
         return 1 + (self.rates.tokens(size.depth) - 1) * grows
 
     def _seconds(self, requests: int, size: DraftSize) -> float:
-        """The seconds of a round. Sizes that were not timed lie on lines through those that were: drafting by depth,
-        and verification by nodes, also of a round that drafts nothing."""
+        """The seconds of a round. Sizes without timed rounds lie on lines through the timed sizes: drafting by
+        depth, and verification by nodes, also of a round that drafts nothing."""
         known = {s: [statistics.median(x) for x in zip(*latest, strict=True)] for s, latest in self._timed(requests)}
         if size in known:
             return sum(known[size])

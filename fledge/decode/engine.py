@@ -370,8 +370,8 @@ class Engine:
                 self._added.abort(request)
 
     def _decode(self, requests: Sequence[Request], batch: int) -> Generator[list[Request], None, None]:
-        """Decodes requests, at most `batch` together, until they are complete. Yields those that tokens were committed
-        to, each time. Between two of these, it has the target, its caches and the draft for itself."""
+        """Decodes requests, at most `batch` together, until they are complete. Yields the requests that got
+        tokens. During a step, no other thread uses the target, its caches or the draft."""
         if requests:
             self._warn_if_eager(requests, requests[0].drafts)
         schedule = DecodeLoop(self, batch)

@@ -1,4 +1,4 @@
-"""The requests of an engine: when they begin, in which batches they are decoded, and what a step does."""
+"""The requests of an engine: when a request begins, in which batch, and what a step does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Beginning:
 
 
 class DecodeLoop:
-    """Requests that come and go while others are decoded, at most `places` of them together.
+    """Decodes requests that come and go, at most `places` together.
 
     Requests that are decoded with the draft and those without it are in different batches, and so are requests whose
     drafted tokens are drawn and those whose are not. If the target's cache `pads`, a batch has as many slots for each
