@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fledge.decode.batch import Batch
+from fledge.decode.batch import FIRST_PART, LEAST_PART, PREFILL_TOKENS, STALL, Batch
 from fledge.decode.engine import Engine
 from fledge.models.kv_cache import SlotPool
 from fledge.types import Sampling
@@ -143,6 +144,18 @@ def test_ten_clients_of_a_server_that_come_stream_and_leave() -> None:
         while target.pool.slots and time.monotonic() < end:
             time.sleep(0.01)
         assert not failures and target.pool.slots == 0
+
+
+def test_the_parts_of_a_prompt_take_a_set_time_on_a_gpu() -> None:
+    """By the speed of the part before; the first part is short. A CPU, and a target that cannot, read no parts."""
+
+    def tokens(device: str, speed: float, parts: bool = True) -> int:
+        target = SimpleNamespace(device=torch.device(device), prefills_in_parts=parts)
+        return Batch._part_tokens(SimpleNamespace(target=target, prefill_speed=speed))
+
+    assert tokens("cuda", 0.0) == FIRST_PART
+    assert [tokens("cuda", speed) for speed in (1.0, 20_000.0, 1e9)] == [LEAST_PART, STALL * 20_000, PREFILL_TOKENS]
+    assert tokens("cpu", 20_000.0) == tokens("cuda", 20_000.0, parts=False) == PREFILL_TOKENS
 
 
 @pytest.mark.parametrize("first_drafts", [True, False])

@@ -205,8 +205,7 @@ def test_nothing_is_captured_after_preparing(
 
 
 def test_checks_end_no_graphs(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks of a target have caches of their own, so that the buffers that were prepared, whose addresses the graphs
-    read, do not grow for them."""
+    """Checks of a target use separate caches: the prepared buffers, whose addresses are in the graphs, do not grow."""
     target, draft, _ = good_pair(native=True)
     engine = Engine(target, draft, depth="auto")
     engine.prepare(1, tokens=20)

@@ -428,7 +428,7 @@ class Batch:
 
 
 class Joining:
-    """Requests that join a batch: after `prefill`, their caches, their first tokens, and the state after these."""
+    """Requests that join a batch. `prefill` fills the requests' caches, commits the first tokens, and sets `state`."""
 
     def __init__(self, batch: Batch, requests: Sequence[Request]):
         self.batch, self.requests, self.start = batch, requests, time.perf_counter()

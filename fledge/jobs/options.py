@@ -83,8 +83,8 @@ class Options:
 
 
 def option_fields(options: Options | type[Options]) -> list[Field[Any]]:
-    """The dataclass fields that are command-line options: the fields of the base classes in their order, then those of
-    the class itself. If a class has several bases (groups of options), its own fields come first."""
+    """The dataclass fields that are command-line options: fields of the base classes first, in their order. A class
+    with several bases (groups of options) puts its own fields first."""
     kind = options if isinstance(options, type) else type(options)
     known = {f.name: f for f in fields(kind) if "help" in f.metadata}
     return [known[name] for name in panels_of(kind) if name in known]

@@ -104,8 +104,8 @@ class ExistingDraft:
 class Recipe:
     """Everything about a run that is known before weights and data are loaded. `options` have the target's name, the
     device and the implementation in place of None. `choice` is a key of `fledge.methods.CHOICES`. `depth` is the number
-    of tokens that the trained draft drafts by default. `features` are those on disk to train from, and `served` those
-    that vLLM computes (both None: the target computes them)."""
+    of tokens that the trained draft drafts by default. `features` are hidden states on disk, and `served` hidden
+    states from vLLM (both None: the target computes hidden states)."""
 
     options: TrainOptions
     choice: str

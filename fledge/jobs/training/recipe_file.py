@@ -49,7 +49,7 @@ from fledge.jobs.training.recipe import (
 )
 from fledge.train.checkpoint import RunDirectory
 
-RECIPES = Path(__file__).parents[2] / "recipes"  # those that come with fledge, which --config finds by name
+RECIPES = Path(__file__).parents[2] / "recipes"  # the packaged recipes, by name
 HEADER = """\
 # The options of a training run. The keys are the options of `fledge train` with underscores.
 #
@@ -237,7 +237,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe_file(given: str) -> Path:
-    """The file that --config names: one that exists, or else the recipe of this name.
+    """The file of --config: an existing file, or else the packaged recipe of this name.
 
     Raises ValueError, listing the names, if the text looks like a name and there is no such recipe. A path that does
     not exist is returned as it is.
@@ -246,7 +246,7 @@ def find_recipe_file(given: str) -> Path:
     if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
         return file
     names = recipe_names()
-    if given in names:  # even if a directory has this name, such as that of a run
+    if given in names:  # even if a run's directory has this name
         return RECIPES / f"{given}.yaml"
     if file.exists():
         return file

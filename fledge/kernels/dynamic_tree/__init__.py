@@ -93,7 +93,7 @@ def _best_first(score_Bn: Tensor) -> Tensor:
 
 
 def cumulative_scores(found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
-    """The scores of the children of F nodes, [B, F, w]: those of their parents plus their own."""
+    """The scores of the children of F nodes, [B, F, w]: a parent's score plus the child's log-probability."""
     if not level:
         return logp_BMw
     return found.score_BP.gather(1, found.place(level - 1))[..., None] + logp_BMw
