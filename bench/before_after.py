@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from fledge.eval.environment import environment
-from fledge.eval.record import write_record
+from fledge.io.machine import environment
+from fledge.measure.record import write_record
 
 CLI = [sys.executable, "-c", "from fledge.cli import main; main()"]
 BUNDLED = Path(__file__).resolve().parents[1] / "fledge" / "demo"

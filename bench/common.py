@@ -11,10 +11,10 @@ import torch
 
 from fledge.config import DraftConfig
 from fledge.data.documents import Document, fingerprint
-from fledge.features.cache import FORMAT, FeatureCache, Manifest
-from fledge.features.layout import Layout, Sizes, split_shards
-from fledge.features.writer import FeatureWriter
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.states.cache import FORMAT, FeatureCache, Manifest
+from fledge.states.layout import Layout, Sizes, split_shards
+from fledge.states.writer import FeatureWriter
 from fledge.types import Features, Packed
 
 SPAN = 256

@@ -28,8 +28,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
 
 STARTED = time.time()
 CHAT = (
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict:
     from fledge.data.template import ChatTemplate
     from fledge.data.token_cache import DataRequest, load_data
     from fledge.data.vocab import choose_vocabulary
-    from fledge.jobs.display import ProgressDisplay
+    from fledge.io.display import ProgressDisplay
     from fledge.targets.loading import load_target
 
     target = load_target(options.target, device="cpu")

@@ -52,11 +52,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from fledge.config import DraftConfig
 from fledge.decode.engine import Engine
-from fledge.eval.environment import environment
-from fledge.eval.metrics import bytes_per_round
-from fledge.eval.record import check_record_path, write_record
-from fledge.models.draft import Draft
-from fledge.models.weights import save_draft
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import save_draft
+from fledge.io.machine import environment
+from fledge.measure.metrics import bytes_per_round
+from fledge.measure.record import check_record_path, write_record
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
 from fledge.targets.sharded import fill_with, shard_layers

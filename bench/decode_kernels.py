@@ -13,7 +13,7 @@ rows of the draft's first pass, "place" and "accept" where S nodes of trees go a
 definitions run, without a graph. "expert" is the mixture of a --shape that has one; its calls read the weights of
 CALLS / 4 layers.
 
-`--sweep attention` times chains and trees with many tiles (`fledge/kernels/tree_attention/tiles.py`), which processes
+`--sweep attention` times chains and trees with many tiles (`fledge/ops/tree_attention/tiles.py`), which processes
 compile to Triton's cache first. It prints the best of each case beside those that the code chooses, and records all.
 `error` is the relative distance from the result of the chosen ones; tiles that the compiler refuses have no time.
 """
@@ -33,19 +33,19 @@ from common import MIXTURES, SHAPES, seconds
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
-from fledge.kernels.acceptance import accept_own
-from fledge.kernels.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
-from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
-from fledge.kernels.experts import experts, route
-from fledge.kernels.few_rows import norm_linear
-from fledge.kernels.fresh_rows import fresh_rows
-from fledge.kernels.likeliest import likeliest
-from fledge.kernels.sampling import TOKEN, gumbel_argmax, hash_keys
-from fledge.kernels.top_filter import filter_top
-from fledge.kernels.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
-from fledge.kernels.tree_attention.tiles import LARGE, WORD, AttentionTiles, tiles_for
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
+from fledge.ops.acceptance import accept_own
+from fledge.ops.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
+from fledge.ops.dynamic_tree import Candidates, add_level, best_nodes
+from fledge.ops.experts import experts, route
+from fledge.ops.few_rows import norm_linear
+from fledge.ops.fresh_rows import fresh_rows
+from fledge.ops.likeliest import likeliest
+from fledge.ops.sampling import TOKEN, gumbel_argmax, hash_keys
+from fledge.ops.top_filter import filter_top
+from fledge.ops.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
+from fledge.ops.tree_attention.tiles import LARGE, WORD, AttentionTiles, tiles_for
 from fledge.types import Sampling, Tree
 
 CALLS = 32
@@ -158,7 +158,7 @@ def sweep_visible(B: int, S: int, tree: bool) -> Visible | VisibleChain:
 
 def compile_attention(shape: dict, B: int, S: int, tree: bool, tiles: AttentionTiles) -> None:
     """Runs attention once with these tiles, in a process of its own."""
-    from fledge.kernels.tree_attention.triton import tree_attention_triton
+    from fledge.ops.tree_attention.triton import tree_attention_triton
 
     torch.set_default_device("cuda")
     torch.set_default_dtype(torch.bfloat16)
@@ -170,7 +170,7 @@ def compile_attention(shape: dict, B: int, S: int, tree: bool, tiles: AttentionT
 
 def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, record: dict) -> None:
     """Times chains and trees with all `attention_tiles`."""
-    from fledge.kernels.tree_attention.triton import tree_attention_triton
+    from fledge.ops.tree_attention.triton import tree_attention_triton
 
     group, d = shape["num_attention_heads"] // shape["num_key_value_heads"], shape["head_dim"]
     cases = [(*c, False) for c in CHAINS] + [(*c, True) for c in TREES]

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
+from fledge.commands import train
 from fledge.decode.engine import Engine, load
-from fledge.eval.environment import environment
-from fledge.eval.metrics import alpha, alpha_text, tau
-from fledge.eval.prompts import read_prompts
-from fledge.eval.record import check_record_path, write_record
-from fledge.eval.run import first_prompt
-from fledge.jobs import train
-from fledge.jobs.display import ProgressDisplay
+from fledge.io.display import ProgressDisplay
+from fledge.io.machine import environment
+from fledge.measure.metrics import alpha, alpha_text, tau
+from fledge.measure.prompts import read_prompts
+from fledge.measure.record import check_record_path, write_record
+from fledge.measure.run import first_prompt
 from fledge.types import Sampling
 
 METHODS = ("eagle1", "eagle3", "eagle3.1", "peagle")

@@ -34,18 +34,18 @@ from common import SHAPES, random_draft, seconds, write_random_features
 from fledge.config import DraftConfig
 from fledge.data.dataset import Rows
 from fledge.data.documents import Document
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
-from fledge.features.cache import FeatureCache
-from fledge.features.codec import PRECISIONS
-from fledge.features.layout import Layout
-from fledge.features.reader import Extent
-from fledge.features.source import READERS, DiskFeatures
-from fledge.features.upload import Slot, Uploader
-from fledge.jobs.training.target import set_up_process
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
+from fledge.states.cache import FeatureCache
+from fledge.states.codec import PRECISIONS
+from fledge.states.layout import Layout
+from fledge.states.reader import Extent
+from fledge.states.source import READERS, DiskFeatures
+from fledge.states.upload import Slot, Uploader
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.prefetch import with_features
+from fledge.train.setup.target import set_up_process
 from fledge.types import Features, Packed
 
 LAYERS = (2, 16, 29)

@@ -14,7 +14,7 @@ graph.
 `--sweep` times each matrix with many tile sizes, and the best of them again with smaller parts and as dependent
 launches. Processes compile the kernels to Triton's cache first. It prints the best three of each matrix and number of
 rows, and records all; of the best three with a norm inside, `norm_apart_us` is the time with the norm as a kernel of
-its own. `same_bits` tells whether the result equals that of the tiles of fledge/kernels/few_rows/tiles.py. A sweep that
+its own. `same_bits` tells whether the result equals that of the tiles of fledge/ops/few_rows/tiles.py. A sweep that
 reaches `--seconds` leaves out the rest; `left_out` counts the tile sizes that were not timed.
 """
 
@@ -35,11 +35,11 @@ from common import SHAPES, seconds
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
-from fledge.kernels.decode_layer import add_rms_norm
-from fledge.kernels.few_rows import FEW_ROWS, linear_add_norm, norm_linear, norm_swiglu, plain_linear
-from fledge.kernels.few_rows.tiles import ProductTiles, tiles_for
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
+from fledge.ops.decode_layer import add_rms_norm
+from fledge.ops.few_rows import FEW_ROWS, linear_add_norm, norm_linear, norm_swiglu, plain_linear
+from fledge.ops.few_rows.tiles import ProductTiles, tiles_for
 
 PARTS_ROWS = 8  # the most rows of the sweep for which programs have 8 rows and the columns of a step are in parts
 LEAST_CALLS, LEAST_BYTES = 8, 512e6  # of the different weights of a graph
@@ -157,7 +157,7 @@ def fused(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, impl: str | None
 
 def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTiles) -> Tensor:
     """`fused` with these tiles."""
-    from fledge.kernels.few_rows.triton import product, product_norm
+    from fledge.ops.few_rows.triton import product, product_norm
 
     if matrix.kind == "add":
         return product_norm(a["x"], weight, None, a["residual"], a["next_gain"], EPS, tiles)[0]
@@ -167,7 +167,7 @@ def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTi
 
 def tiled_after_norm(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTiles) -> Tensor:
     """`tiled` with the norm as a kernel of its own."""
-    from fledge.kernels.few_rows.triton import product
+    from fledge.ops.few_rows.triton import product
 
     return product(add_rms_norm(a["x"], None, a["gain"], EPS)[0], weight, gated=matrix.kind == "swiglu", tiles=tiles)
 

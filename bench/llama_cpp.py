@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.targets.loading import load_target
 from fledge.types import Tree

@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fledge.decode.engine import Completion, Engine, load, resolve_device
+from fledge.decode.engine import Completion, Engine, load
 from fledge.decode.prepare import prepare
-from fledge.eval.environment import environment
-from fledge.eval.metrics import paused, tau
-from fledge.eval.prompts import read_prompts
-from fledge.eval.record import check_record_path, write_record
-from fledge.eval.run import first_prompt
+from fledge.io.machine import environment, resolve_device
+from fledge.measure.metrics import paused, tau
+from fledge.measure.prompts import read_prompts
+from fledge.measure.record import check_record_path, write_record
+from fledge.measure.run import first_prompt
 from fledge.targets.loading import load_target
 from fledge.types import Sampling
 

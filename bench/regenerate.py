@@ -26,10 +26,11 @@ from typing import Any
 
 from serving import PLAIN, Case, started
 
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
-from fledge.jobs.display import ProgressDisplay
-from fledge.jobs.regenerate import RegenerateOptions, run
+from fledge.commands.regenerate import run
+from fledge.io.display import ProgressDisplay
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
+from fledge.regenerate.options import RegenerateOptions
 
 START_SECONDS = 200
 COMMAND_SECONDS = 120  # the most of a command that is not killed

@@ -34,11 +34,11 @@ from decode import random_target
 
 from fledge.data.dataset import Rows
 from fledge.data.documents import Document
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
-from fledge.features.cache import FeatureCache
-from fledge.features.layout import Layout
-from fledge.features.source import DiskFeatures
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
+from fledge.states.cache import FeatureCache
+from fledge.states.layout import Layout
+from fledge.states.source import DiskFeatures
 from fledge.targets.compatibility import connect_draft, resolve_layers
 from fledge.train.objective import Implementation, Objective
 from fledge.train.ranks import PLACEMENTS, Ranks, connected, local_rank
@@ -149,7 +149,7 @@ def timed(
     target: Any, source_name: str, ranks: Ranks, tokens: int, ceiling: float | None, options: argparse.Namespace
 ) -> dict[str, Any]:
     from fledge.config import DraftConfig
-    from fledge.models.draft import Draft
+    from fledge.drafts.draft import Draft
     from fledge.targets.source import LiveFeatures
     from fledge.train.optim import MasterOptimizer
     from fledge.train.prefetch import with_features

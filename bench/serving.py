@@ -46,22 +46,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fledge.check.probe import read_probe
+from fledge.commands.serve import ServeOptions, command_of
 from fledge.data.template import ChatTemplate
-from fledge.decode.engine import load, resolve_device
+from fledge.decode.engine import load
 from fledge.decode.request import Completion
+from fledge.drafts.weights import read_draft_config
 from fledge.engines.client import Answer, Client, Decoding
 from fledge.engines.command import program
 from fledge.engines.metrics import Acceptance, of_requests
-from fledge.eval.endpoint import Measurement, identical, measure
-from fledge.eval.environment import environment
-from fledge.eval.metrics import committed_per_round, drafted_and_accepted, tau
-from fledge.eval.own import decode_own
-from fledge.eval.probe import read_probe
-from fledge.eval.prompts import EvalPrompt, read_prompts
-from fledge.eval.record import check_record_path, write_record
-from fledge.jobs.options import parse_dtype
-from fledge.jobs.serve import ServeOptions, command_of
-from fledge.models.weights import read_draft_config
+from fledge.io.machine import environment, resolve_device
+from fledge.measure.endpoint import Measurement, identical, measure
+from fledge.measure.metrics import committed_per_round, drafted_and_accepted, tau
+from fledge.measure.own import decode_own
+from fledge.measure.prompts import EvalPrompt, read_prompts
+from fledge.measure.record import check_record_path, write_record
+from fledge.options import parse_dtype
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling

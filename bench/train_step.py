@@ -27,9 +27,9 @@ import torch
 from common import SHAPES, make_row, peak_tflops, profile, queued_seconds, random_draft, seconds
 
 from fledge.config import DraftConfig
-from fledge.eval.environment import environment
-from fledge.eval.record import check_record_path, write_record
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.io.machine import environment
+from fledge.measure.record import check_record_path, write_record
 from fledge.train.memory import SMALL_CHUNK
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.prefetch import with_features

@@ -19,7 +19,7 @@ WORDS = {str: "text", int: "integer", float: "number"}
 def options_page() -> str:
     """The page as Markdown: a section for each command, with its options in the order of --help."""
     from fledge import cli
-    from fledge.jobs.options import Options
+    from fledge.options import Options
 
     kinds = {kind.__doc__: kind for kind in _subclasses(Options)}
     shown = sorted((c for c in cli.app.registered_commands if not c.hidden), key=_name)

@@ -14,9 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fledge.commands.python import TrainedDraft, train_draft
     from fledge.decode.engine import Engine, load
     from fledge.decode.request import Completion, Request
-    from fledge.jobs.python import TrainedDraft, train_draft
     from fledge.targets.interface import Target
     from fledge.targets.loading import load_target
     from fledge.types import Sampling, TreeShape
@@ -42,11 +42,11 @@ _MODULES = {
     "Request": "fledge.decode.request",
     "Sampling": "fledge.types",
     "Target": "fledge.targets.interface",
-    "TrainedDraft": "fledge.jobs.python",
+    "TrainedDraft": "fledge.commands.python",
     "TreeShape": "fledge.types",
     "load": "fledge.decode.engine",
     "load_target": "fledge.targets.loading",
-    "train_draft": "fledge.jobs.python",
+    "train_draft": "fledge.commands.python",
 }
 
 

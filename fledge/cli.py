@@ -23,10 +23,20 @@ import typer
 import typer.core
 
 from fledge import __version__
-from fledge.jobs.chat import ChatOptions
-from fledge.jobs.check import CheckOptions
-from fledge.jobs.demo import DemoOptions
-from fledge.jobs.display import (
+from fledge.commands.chat import ChatOptions
+from fledge.commands.check import CheckOptions
+from fledge.commands.demo import DemoOptions
+from fledge.commands.evaluate import EvalOptions
+from fledge.commands.export import ExportOptions
+from fledge.commands.features import FeaturesOptions
+from fledge.commands.generate import GenerateOptions
+from fledge.commands.inspect import InspectOptions
+from fledge.commands.plain_help import Group, PlainHelp
+from fledge.commands.push import PushOptions
+from fledge.commands.report import ReportOptions
+from fledge.commands.serve import ServeOptions
+from fledge.familiar import flags_of, same_option, values_of
+from fledge.io.display import (
     ProgressDisplay,
     ResultPrinter,
     fit_stream,
@@ -34,21 +44,11 @@ from fledge.jobs.display import (
     print_error,
     redirect_to_devnull,
 )
-from fledge.jobs.evaluate import EvalOptions
-from fledge.jobs.export import ExportOptions
-from fledge.jobs.familiar import flags_of, same_option, values_of
-from fledge.jobs.features import FeaturesOptions
-from fledge.jobs.generate import GenerateOptions
-from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import Options, default_of, flag_of, option_fields, panels_of
-from fledge.jobs.plain_help import Group, PlainHelp
-from fledge.jobs.push import PushOptions
-from fledge.jobs.regenerate import RegenerateOptions
-from fledge.jobs.report import ReportOptions
-from fledge.jobs.serve import ServeOptions
-from fledge.jobs.training.options import TrainOptions
-from fledge.progress import show_progress
-from fledge.signals import ignore_signals, is_assembler_error, stopping_signals
+from fledge.io.progress import show_progress
+from fledge.io.signals import ignore_signals, is_assembler_error, stopping_signals
+from fledge.options import Options, default_of, flag_of, option_fields, panels_of
+from fledge.regenerate.options import RegenerateOptions
+from fledge.train.setup.options import TrainOptions
 
 app = typer.Typer(
     cls=Group,
@@ -180,12 +180,12 @@ def _apply_negations(given: dict[str, Any], negations: dict[str, str]) -> dict[s
 
 @_command("train", TrainOptions)
 def train(options: TrainOptions) -> None:
-    from fledge.jobs.train import run
-    from fledge.jobs.training.launch import needs_processes, start_processes
+    from fledge.commands.train import run
+    from fledge.train.setup.launch import needs_processes, start_processes
 
     display = _display(quiet=os.environ.get("RANK", "0") != "0")
     if options.dry_run:
-        from fledge.jobs.training.dry_run import dry_run
+        from fledge.train.setup.dry_run import dry_run
 
         raise typer.Exit(dry_run(options, sys.argv[1:], ResultPrinter(), display))
     if needs_processes(options):
@@ -196,21 +196,21 @@ def train(options: TrainOptions) -> None:
 
 @_command("demo", DemoOptions)
 def demo(options: DemoOptions) -> None:
-    from fledge.jobs.demo import run
+    from fledge.commands.demo import run
 
     run(options, ResultPrinter(), ProgressDisplay())
 
 
 @_command("generate", GenerateOptions)
 def generate(options: GenerateOptions) -> None:
-    from fledge.jobs.generate import run
+    from fledge.commands.generate import run
 
     run(options, _display())
 
 
 @_command("chat", ChatOptions)
 def chat(options: ChatOptions) -> None:
-    from fledge.jobs.chat import run
+    from fledge.commands.chat import run
 
     run(options, _display())
 
@@ -218,11 +218,11 @@ def chat(options: ChatOptions) -> None:
 @_command("eval", EvalOptions)
 def evaluate(options: EvalOptions) -> None:
     if options.endpoint:
-        from fledge.jobs.evaluate import run
-        from fledge.jobs.evaluate_endpoint import print_table
+        from fledge.commands.evaluate import run
+        from fledge.commands.evaluate_endpoint import print_table
     else:
-        from fledge.jobs.evaluate import print_table, run
-    from fledge.eval.record import record_text
+        from fledge.commands.evaluate import print_table, run
+    from fledge.measure.record import record_text
 
     def show(record: dict[str, Any]) -> None:
         if options.json:
@@ -230,13 +230,13 @@ def evaluate(options: EvalOptions) -> None:
         else:
             print_table(record, ResultPrinter())
 
-    from fledge.jobs.evaluate import refuse_changed_output
+    from fledge.commands.evaluate import refuse_changed_output
 
     if options.report:
         from fledge.report.page import check_report_path
 
         check_report_path(options.report, "--report")
-    from fledge.jobs.report import report_file, report_record
+    from fledge.report.page import report_file, report_record
 
     display = _display(quiet=options.json)
     record = run(options, display, show)
@@ -249,7 +249,7 @@ def evaluate(options: EvalOptions) -> None:
 
 @_command("regenerate", RegenerateOptions)
 def regenerate(options: RegenerateOptions) -> None:
-    from fledge.jobs.regenerate import run
+    from fledge.commands.regenerate import run
 
     display = _display()
     run(options, display.say, display)
@@ -257,7 +257,7 @@ def regenerate(options: RegenerateOptions) -> None:
 
 @_command("features", FeaturesOptions)
 def features(options: FeaturesOptions) -> None:
-    from fledge.jobs.features import run
+    from fledge.commands.features import run
 
     display = _display()
     run(options, display.say, display)
@@ -265,14 +265,14 @@ def features(options: FeaturesOptions) -> None:
 
 @_command("serve", ServeOptions)
 def serve(options: ServeOptions) -> None:
-    from fledge.jobs.serve import run
+    from fledge.commands.serve import run
 
     run(options, ProgressDisplay().say)
 
 
 @_command("inspect", InspectOptions)
 def inspect_draft(options: InspectOptions) -> None:
-    from fledge.jobs.inspect import run
+    from fledge.commands.inspect import run
 
     if not run(options, ResultPrinter().print):
         raise typer.Exit(1)
@@ -280,7 +280,7 @@ def inspect_draft(options: InspectOptions) -> None:
 
 @_command("check", CheckOptions)
 def check(options: CheckOptions) -> None:
-    from fledge.jobs.check import TOO_LARGE, TargetTooLarge, as_json, print_report, run
+    from fledge.commands.check import TOO_LARGE, TargetTooLarge, as_json, print_report, run
 
     try:
         report = run(options, _display(quiet=options.json))
@@ -297,21 +297,21 @@ def check(options: CheckOptions) -> None:
 
 @_command("report", ReportOptions)
 def report(options: ReportOptions) -> None:
-    from fledge.jobs.report import run
+    from fledge.commands.report import run
 
     run(options, ResultPrinter().print)
 
 
 @_command("export", ExportOptions)
 def export(options: ExportOptions) -> None:
-    from fledge.jobs.export import run
+    from fledge.commands.export import run
 
     run(options, ResultPrinter().print)
 
 
 @_command("push", PushOptions)
 def push(options: PushOptions) -> None:
-    from fledge.jobs.push import run
+    from fledge.commands.push import run
 
     run(options, ResultPrinter().print, ProgressDisplay().say)
 

@@ -2,7 +2,7 @@
 
 `DraftConfig.from_hf` reads a draft's config.json in the layout of fledge, vLLM, SGLang or SafeAILab's code, and in
 speculators' format. `DraftConfig.for_target` derives a draft's config from a target's. `DraftConfig.to_hf` writes
-config.json. Everything specific to the configs of other projects is in this module and in `fledge.formats`.
+config.json. Everything specific to the configs of other projects is in this module and in `fledge.io`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
-from fledge.formats.deviations import MASK_TOKEN_FIELDS, deviations
-from fledge.formats.layer_ids import from_engine, to_engine
-from fledge.formats.speculators import flat_config, is_speculators
+from fledge.io.deviations import MASK_TOKEN_FIELDS, deviations
+from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
+from fledge.io.layer_ids import from_engine, to_engine
+from fledge.io.speculators import flat_config, is_speculators
 from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -147,7 +147,7 @@ class Provenance:
 
     `target` is the target's directory or hub id and `target_layers` its number of layers. `depth` is the number of TTT
     steps, `max_length` the maximum length in tokens, and `coverage` the share of the data's tokens that are in the
-    draft's vocabulary. The hashes are those of `models.weights`. `template_kwargs` are the variables of the chat
+    draft's vocabulary. The hashes are those of `drafts.weights`. `template_kwargs` are the variables of the chat
     template in training. If they were not the same for all chats, `template_modes` are all sets of them, and
     `template_kwargs` the variables that all sets share.
     """
@@ -304,7 +304,7 @@ class DraftConfig:
     def from_hf(cls, hf: dict[str, Any], *, refuse_deviations: bool = True) -> DraftConfig:
         """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
         unsupported field; with `refuse_deviations`, also for fields with which an engine would compute something else
-        (`formats.deviations`)."""
+        (`io.deviations`)."""
         hf = flat_config(hf) if isinstance(hf, dict) and is_speculators(hf) else hf
         top = Fields(hf, CONFIG)
         missing = [k for k in REQUIRED if k not in top]

@@ -159,7 +159,7 @@ class Sampling:
 
     `temperature` 0 is greedy decoding, `top_k` 0 and `top_p` 1 keep all tokens, `repetition_penalty` 1 is none.
     `draft` selects how draft tokens are drawn at temperatures above 0: "coupled" with the random numbers of the
-    target's own draws (`kernels.sampling.coupled`), and the output is then token for token that of decoding without a
+    target's own draws (`ops.sampling.coupled`), and the output is then token for token that of decoding without a
     draft at the same seed; "sample" with numbers of their own, and accepts with probability min(1, p/q), which keeps
     the target's distribution only, and accepts more. `processors` are transformers LogitsProcessor objects, called as
     in `generate`: with the token ids of the whole prefix, before the temperature is applied. Raises TypeError for

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as the next imports do
 pytest.register_assert_rewrite("support")  # so that failed asserts in support show the compared values
 
-from fledge.jobs import report
+from fledge.commands import report
 from fledge.report.page import MARK, check_report_path
 from fledge.targets.transformers import TransformersTarget
 from support.commands import Ran

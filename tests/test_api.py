@@ -14,8 +14,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import fledge as api
-from fledge.eval.metrics import tau
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
+from fledge.measure.metrics import tau
 from fledge.types import Round, Trace
 from support.chats import tiny_chats
 from support.runs import recipe_of, write_recipe

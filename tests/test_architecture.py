@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from fledge.jobs.options import option_fields
-from fledge.jobs.training.options import TrainOptions
 from fledge.methods import METHODS
+from fledge.options import option_fields
+from fledge.train.setup.options import TrainOptions
 from support.chats import tiny_chats
 from support.targets import tiny_target_directory
 
@@ -37,26 +37,27 @@ BUDGETS = {
     "class names that occur twice": 0,
 }
 ENTRIES = {
-    "lines behind fledge train": "fledge.jobs.train",
-    "lines behind fledge generate": "fledge.jobs.generate",
+    "lines behind fledge train": "fledge.commands.train",
+    "lines behind fledge generate": "fledge.commands.generate",
     "lines behind the training loop": "fledge.train.trainer",
     "lines behind the engine": "fledge.decode.engine",
 }
 # a part may import from its own group and from groups before it
 GROUPS = (
-    {"methods", "fields", "types", "config", "files", "formats", "hub"} | {"http", "json_text", "progress", "signals"},
-    {"kernels"},
-    {"models"},
+    {"types", "config", "io", "methods", "options", "familiar"},
+    {"ops"},
+    {"drafts"},
     {"data", "targets"},
-    {"features"},
+    {"states"},
     {"train", "decode", "engines"},
-    {"eval", "demo"},
-    {"report"},
-    {"regenerate", "jobs"},  # the options of all commands are in jobs
+    {"measure"},
+    {"check"},
+    {"chat", "demo", "publish", "regenerate", "report"},
+    {"commands"},
     {"cli", "__init__", "__main__"},
 )
 APART = {("train", "decode"), ("decode", "train"), ("data", "targets"), ("targets", "data")}
-WITH_TRANSFORMERS = {"targets", "decode", "data", "eval", "cli", "jobs"}
+WITH_TRANSFORMERS = {"targets", "decode", "data", "measure", "cli", "commands"}
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
@@ -143,7 +144,7 @@ def test_a_run_imports_no_more_than_its_import_statements_say(entry: str, tmp_pa
     loaded = json.loads(ran.stdout.splitlines()[-1])
     imported = graph()[1]
     # the command line itself imports the options of all commands
-    allowed = REACH["reach"](f"fledge.jobs.{entry}", imported) | REACH["reach"]("fledge.cli", imported)
+    allowed = REACH["reach"](f"fledge.commands.{entry}", imported) | REACH["reach"]("fledge.cli", imported)
     packages = {name.rpartition(".")[0] for name in allowed}
     others = set(loaded) - allowed - packages
     assert len(loaded) > 50 and not others, sorted(others)

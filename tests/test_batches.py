@@ -25,8 +25,8 @@ from fledge.decode.draft_size import NOTHING
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
-from fledge.models import kv_cache
-from fledge.models.kv_cache import KVCache, SlotPool, TreeRows
+from fledge.drafts import kv_cache
+from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.targets import cache as cache_module
 from fledge.targets.cache import GrowingLayer, TargetCache
 from fledge.targets.native.target import NativeTarget

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from fledge.features.vllm.files import STATES
-from fledge.jobs.serve import ServeOptions
-from fledge.models.weights import save_draft
+from fledge.commands.serve import ServeOptions
+from fledge.drafts.weights import save_draft
+from fledge.states.vllm.files import STATES
 from fledge.targets.loading import load_target
 from fledge.types import Round, Trace
 from support.chats import tiny_chats
@@ -330,7 +330,7 @@ def test_served_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     right = run("right.json")
     assert right["agrees"] and not right["code"] and right["files_left"] == 0 and right["timing"]["tokens"] > 1000
     assert [row["best"] for row in right["states"]] == ["1", "2", "3"]
-    monkeypatch.setattr("fledge.features.vllm.source.TOLERANCE", float("inf"))
+    monkeypatch.setattr("fledge.states.vllm.source.TOLERANCE", float("inf"))
     late = run("late.json", change=lambda t: t | {STATES: t[STATES].roll(1, 0)})
     assert not late["agrees"] and late["code"]
 
@@ -369,7 +369,7 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # one of two engines that run together ends
     broken = shutil.copytree(draft, tmp_path / "broken")
     monkeypatch.setattr(
-        "fledge.jobs.serve.command_of",
+        "fledge.commands.serve.command_of",
         lambda o: [sys.executable, "-c", "exit('no GPU')" if o.draft == str(broken) else SERVER, *o.arguments],
     )
     more = ["--draft", f"broken={broken}", f"again={draft}", "--k", 2]
@@ -395,7 +395,7 @@ def test_serving_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         started.append((options.depth, options.tree_nodes, options.tree_width))
         return [sys.executable, "-c", server, "--enable-metrics", *options.arguments]
 
-    monkeypatch.setattr("fledge.jobs.serve.command_of", command_of)
+    monkeypatch.setattr("fledge.commands.serve.command_of", command_of)
     words = ["--engine", "sglang", "--target", target, "--prompts", tmp_path / "p.jsonl", "--new", 6]
     words += ["--concurrency", 1, "--draft", f"eagle3={draft}", "--k", 3, "--tree", "2:5:3"]
     found = record(tmp_path, monkeypatch, "serving", *words)

@@ -10,10 +10,11 @@ import yaml
 from huggingface_hub import ModelCard
 
 from fledge.config import Provenance
+from fledge.drafts.weights import draft_sha256, open_draft
 from fledge.engines.support import unsupported
-from fledge.eval.environment import environment
-from fledge.eval.metrics import alpha_text
-from fledge.jobs.card import (
+from fledge.io.machine import environment
+from fledge.measure.metrics import alpha_text
+from fledge.publish.card import (
     END,
     MEASURED,
     START,
@@ -28,7 +29,6 @@ from fledge.jobs.card import (
     use_text,
     with_section,
 )
-from fledge.models.weights import draft_sha256, open_draft
 from support.chats import tiny_chats
 from support.drafts_on_disk import V, config, saved
 from support.targets import tiny_target_directory

@@ -13,10 +13,10 @@ import torch
 from fledge.config import DraftConfig, Provenance
 from fledge.decode.chance import ROUNDS, ChanceWarning, ChanceWatch
 from fledge.decode.engine import Engine
-from fledge.eval.prompts import EvalPrompt
-from fledge.eval.run import greedy_traces
-from fledge.jobs.display import held_warnings
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
+from fledge.io.display import held_warnings
+from fledge.measure.prompts import EvalPrompt
+from fledge.measure.run import greedy_traces
 from fledge.types import Round, Sampling, Trace
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 

@@ -11,13 +11,13 @@ import pytest
 from rich.color import Color
 from transformers import AutoTokenizer
 
+from fledge.chat.screen import Pipes
+from fledge.chat.session import Reply, Session
+from fledge.chat.tints import TINTS
+from fledge.commands.chat import converse, execute
 from fledge.data.answering import AnswerWarning
 from fledge.decode.engine import Engine
-from fledge.jobs.chat import converse, execute
-from fledge.jobs.chatting.screen import Pipes
-from fledge.jobs.chatting.session import Reply, Session
-from fledge.jobs.chatting.tints import TINTS
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
 from fledge.types import Sampling
 from support.targets import (
     CHANNEL,

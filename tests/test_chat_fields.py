@@ -16,7 +16,7 @@ from fledge.data.chat_fields import RenderedFields, as_sent, prepared
 from fledge.data.dataset import make_documents
 from fledge.data.record import Record, parse_record
 from fledge.data.template import ChatTemplate
-from fledge.eval.prompts import prompt_of
+from fledge.measure.prompts import prompt_of
 from support.targets import CHATML, tiny_tokenizer
 
 STOP = 1  # <|im_end|>

@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fledge.check import replays
+from fledge.check.draft_files import config_findings, read_files
+from fledge.check.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, ProbeDecoding, excerpt_range, read_probe, replay
+from fledge.commands import check as check_job
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
+from fledge.drafts.weights import build_draft
 from fledge.engines.support import ENGINES
-from fledge.eval import replays
-from fledge.eval.draft_files import config_findings, read_files
-from fledge.eval.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, ProbeDecoding, excerpt_range, read_probe, replay
-from fledge.jobs import check as check_job
-from fledge.models.weights import build_draft
 from fledge.targets.loading import load_target
 from support.chats import tiny_chats
 from support.drafts_on_disk import rewrite
@@ -37,10 +37,10 @@ THINKING = "{% if not enable_thinking %}{{ '/no_think\n' }}{% endif %}" + CHATML
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A target whose template knows a thinking mode, and a briefly trained draft of each method."""
-    from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.train import run
-    from fledge.jobs.training import probe
-    from fledge.jobs.training.options import TrainOptions
+    from fledge.check import make_probe as probe
+    from fledge.commands.train import run
+    from fledge.io.display import ProgressDisplay
+    from fledge.train.setup.options import TrainOptions
 
     root = tmp_path_factory.mktemp("check")
     tiny_target_directory(root)
@@ -135,7 +135,7 @@ def test_a_device_has_no_effect_on_files(made, fledge):
 
 
 def without_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fledge.kernels.memory.free_bytes", lambda device: 1000)
+    patch.setattr("fledge.io.machine.free_bytes", lambda device: 1000)
 
 
 def out_of_room(patch: pytest.MonkeyPatch) -> None:
@@ -611,7 +611,7 @@ def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damage
         accepted = accepts + (2 if draft.config.aux_layers == (2, 4, 5) else 0)
         return ProbeDecoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
 
-    monkeypatch.setattr("fledge.eval.probe.decode", decode)
+    monkeypatch.setattr("fledge.check.probe.decode", decode)
     code, result = check(draft, target=target)
     (finding,) = result["findings"]
     assert code == 1 and "τ is 1.00" in finding["cause"] and "3.00 if its layers are [2, 4, 5]" in finding["cause"]
@@ -640,7 +640,7 @@ def test_mix_ups_without_a_probe_are_found_by_decoding(check, damaged, monkeypat
         accepted = 2 if all(torch.equal(state[n].to(x.dtype), x) for n, x in right.items() if n in state) else 1
         return ProbeDecoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
 
-    monkeypatch.setattr("fledge.eval.probe.decode", decode)
+    monkeypatch.setattr("fledge.check.probe.decode", decode)
     code, result = check(draft, target=target)
     (finding,) = result["findings"]
     assert code == 1 and "and 3.00 after undoing that" in finding["cause"] and words in finding["cause"]

@@ -18,17 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fledge.commands import generate as generate_job
+from fledge.commands.evaluate import summary_lines
 from fledge.decode.engine import load
-from fledge.eval.prompts import read_prompts
-from fledge.eval.record import is_record
-from fledge.files import exclusive_lock, sibling_path
-from fledge.jobs import generate as generate_job
-from fledge.jobs.evaluate import summary_lines
-from fledge.jobs.training import schedule
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
+from fledge.io.files import exclusive_lock, sibling_path
+from fledge.measure.prompts import read_prompts
+from fledge.measure.record import is_record
 from fledge.regenerate.answerers import OwnEngine
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
+from fledge.train.setup import schedule
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
 from support.commands import Ran, kill_as_it_writes
@@ -55,9 +55,9 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(made):
     """The draft of a training run, and τ by definition for each time that the run measured it."""
-    from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.train import run
-    from fledge.jobs.training.options import TrainOptions
+    from fledge.commands.train import run
+    from fledge.io.display import ProgressDisplay
+    from fledge.train.setup.options import TrainOptions
 
     show = ProgressDisplay(quiet=True)
     options = TrainOptions(
@@ -413,7 +413,7 @@ def test_a_row_is_at_most_as_long_as_the_data(made, fledge, tmp_path, monkeypatc
     held = int(re.search(r"documents, ([\d,]+) tokens", went.err)[1].replace(",", ""))
     assert went.code == 0 and f"2 steps of 1 x {held:,} tokens" in went.err, went.err
     assert f"--row-length 1,000,000,000 is more than the {held:,} tokens of the data" in went.err
-    monkeypatch.setattr("fledge.jobs.training.data.total_memory", lambda device: 400_000)
+    monkeypatch.setattr("fledge.train.setup.data.total_memory", lambda device: 400_000)
     went = fledge(*words, "--out", tmp_path / "more", "--row-length", 10**9)
     shorter = int(re.search(r"lower it to about ([\d,]+) or less", went.err)[1].replace(",", ""))
     assert went.code == 2 and f"--row-length {held:,}: " in went.err and not (tmp_path / "more").exists()
@@ -446,7 +446,7 @@ def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
     """An answer of one token, requested or not, has no round, so there is no τ and the last draft is saved."""
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *TRAIN, "--eval-every", 1]
     for name, tokens, reason in (("a", 1, "an answer of one token needs no draft"), ("b", 8, "there is no decoded τ")):
-        monkeypatch.setattr("fledge.eval.run.tau", lambda traces: pytest.fail("τ was computed without any round"))
+        monkeypatch.setattr("fledge.measure.run.tau", lambda traces: pytest.fail("τ was computed without any round"))
         with monkeypatch.context() as m:
             m.setattr("fledge.decode.request.Request.over", property(lambda self: True, lambda self, over: None))
             went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)
@@ -467,7 +467,8 @@ def test_regenerate_reports_progress_after_each_answer(made, tmp_path):
     """Progress is counted per answer, not once for all 64 records of a batch."""
     from contextlib import contextmanager
 
-    from fledge.jobs.regenerate import RegenerateOptions, run
+    from fledge.commands.regenerate import run
+    from fledge.regenerate.options import RegenerateOptions
 
     out, seen = tmp_path / "own.jsonl", []
 
@@ -1107,7 +1108,7 @@ def test_held_out_texts_keep_special_tokens_as_prompts(made, fledge, tmp_path, m
     )
     prompts = []
     monkeypatch.setattr(
-        "fledge.jobs.training.evaluator.greedy_traces", lambda engine, asked, tokens: prompts.extend(asked) or []
+        "fledge.measure.evaluator.greedy_traces", lambda engine, asked, tokens: prompts.extend(asked) or []
     )
     words = ["--target", made / "target", "--data", tmp_path / "texts.jsonl", *TRAIN, "--eval-tokens", 2]
     went = fledge("train", *words, "--out", tmp_path / "run")

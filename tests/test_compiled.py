@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fledge.decode.engine import Engine
-from fledge.kernels import packed_weight
-from fledge.kernels.compiled import MOST_ROWS, CompiledWeight, build
-from fledge.kernels.compiled.threads import Threads
-from fledge.kernels.tree_attention import VisibleChain
-from fledge.models.decode_layer import CachedRows
-from fledge.models.draft_decoder import DraftDecoder
-from fledge.models.kv_cache import KVCache, SlotPool, TreeRows
+from fledge.drafts.decode_layer import CachedRows
+from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
+from fledge.ops import packed_weight
+from fledge.ops.compiled import MOST_ROWS, CompiledWeight, build
+from fledge.ops.compiled.threads import Threads
+from fledge.ops.tree_attention import VisibleChain
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.decode_layer import add_rms_norm, join_embedding, rope_to_cache, silu_mul_fused
-from fledge.kernels.likeliest import MOST, largest, likeliest
-from fledge.kernels.tree_attention import (
+from fledge.ops.argmax import argmax_rows
+from fledge.ops.decode_layer import add_rms_norm, join_embedding, rope_to_cache, silu_mul_fused
+from fledge.ops.likeliest import MOST, largest, likeliest
+from fledge.ops.tree_attention import (
     COUNTERS,
     Visible,
     VisibleBits,
@@ -25,8 +25,8 @@ from support.devices import distance, needs_triton
 
 needs_triton()
 
-from fledge.kernels.tree_attention import tiles  # noqa: E402  (needs_triton skips before it)
-from fledge.kernels.tree_attention import triton as kernels  # noqa: E402
+from fledge.ops.tree_attention import tiles  # noqa: E402  (needs_triton skips before it)
+from fledge.ops.tree_attention import triton as kernels  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -457,7 +457,7 @@ def test_rows_share_their_rotation(M: int, n: int, impl: str) -> None:
 
 def test_rope_to_cache_rotates_as_a_draft_does() -> None:
     """Against `apply_rope`, in float64."""
-    from fledge.kernels.rope import apply_rope
+    from fledge.ops.rope import apply_rope
 
     qkv, (cos, sin) = randn(3, 4 * 8, dtype=torch.float64), table(3, 6, torch.float64)
     keys, values = torch.zeros(2, 1, 5, 8, dtype=torch.float64, device=DEVICE)

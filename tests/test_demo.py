@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from fledge.chat.tints import TINTS
 from fledge.cli import app
-from fledge.jobs import demo
-from fledge.jobs.chatting.tints import TINTS
-from fledge.jobs.display import ProgressDisplay
-from fledge.jobs.evaluate import EvalOptions
-from fledge.jobs.generate import GenerateOptions
-from fledge.jobs.training.options import TrainOptions
+from fledge.commands import demo
+from fledge.commands.evaluate import EvalOptions
+from fledge.commands.generate import GenerateOptions
+from fledge.io.display import ProgressDisplay
+from fledge.train.setup.options import TrainOptions
 from support.commands import Ran
 from support.terminal import TerminalOf
 
@@ -49,12 +49,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ran.append(options)
         return RECORD if len(options.draft) == 1 else dict.fromkeys(options.draft, RECORD)
 
-    monkeypatch.setattr("fledge.jobs.features.run", lambda options, say, progress: ran.append(options))
-    monkeypatch.setattr("fledge.jobs.train.run", train)
-    monkeypatch.setattr("fledge.jobs.evaluate.run", evaluate)
-    monkeypatch.setattr("fledge.jobs.evaluate.print_table", lambda *_: None)
-    monkeypatch.setattr("fledge.jobs.generate.run", lambda options, progress: ran.append(options))
-    monkeypatch.setattr("fledge.jobs.report.run", lambda options, say: ran.append(options))
+    monkeypatch.setattr("fledge.commands.features.run", lambda options, say, progress: ran.append(options))
+    monkeypatch.setattr("fledge.commands.train.run", train)
+    monkeypatch.setattr("fledge.commands.evaluate.run", evaluate)
+    monkeypatch.setattr("fledge.commands.evaluate.print_table", lambda *_: None)
+    monkeypatch.setattr("fledge.commands.generate.run", lambda options, progress: ran.append(options))
+    monkeypatch.setattr("fledge.commands.report.run", lambda options, say: ran.append(options))
     return ran
 
 

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-import fledge.jobs.display as display_module
+import fledge.io.display as display_module
 from fledge.cli import app
-from fledge.jobs.display import LINE_INTERVAL, ProgressDisplay, fit
-from fledge.jobs.plain_help import TABLE_WIDTH
-from fledge.models.weights import save_draft
-from fledge.progress import show_progress
+from fledge.commands.plain_help import TABLE_WIDTH
+from fledge.drafts.weights import save_draft
+from fledge.io.display import LINE_INTERVAL, ProgressDisplay, fit
+from fledge.io.progress import show_progress
 from fledge.targets.loading import load_target
 from fledge.targets.progress import counting_tensors
 from support.chats import tiny_chats
@@ -159,11 +159,11 @@ def test_a_message_is_broken_at_spaces_alone(words, command):
 
 
 def test_messages_have_no_other_way():
-    """Whatever a job prints goes through `fledge.jobs.display`, except results that are exact: JSON, a shell command,
+    """Whatever a job prints goes through `fledge.io.display`, except results that are exact: JSON, a shell command,
     the version."""
     exact = {"record_text(record)", "json.dumps(as_json(report), indent=2)", "shlex.join(command)"}
     found = set()
-    for file in [ROOT / "fledge/cli.py", *(ROOT / "fledge/jobs").rglob("*.py")]:
+    for file in [ROOT / "fledge/cli.py", *(ROOT / "fledge/commands").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 found.add(ast.unparse(node.args[0]))

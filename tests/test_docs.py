@@ -39,7 +39,7 @@ class Reached(Exception):
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
     """Runs the command line up to the start of the job: all its flags, values and their contradictions are checked."""
-    import fledge.jobs
+    import fledge.commands
     from fledge import cli
 
     def reached(*arguments, **options):
@@ -48,7 +48,7 @@ def parse(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)  # for commands with --gpus
     monkeypatch.setenv("HOME", str(tmp_path))  # where --install-completion writes
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # it writes for this one
-    for module in pkgutil.walk_packages(fledge.jobs.__path__, "fledge.jobs."):
+    for module in pkgutil.walk_packages(fledge.commands.__path__, "fledge.commands."):
         job = importlib.import_module(module.name)
         for name in ("run", "dry_run", "start_processes"):
             if callable(getattr(job, name, None)):

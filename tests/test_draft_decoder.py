@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fledge.decode.engine import Engine
-from fledge.kernels.tree_attention import Visible
-from fledge.models.decode_layer import CachedRows
-from fledge.models.draft import Draft
-from fledge.models.draft_decoder import DraftDecoder
-from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
-from fledge.models.weights import load_draft, save_draft
+from fledge.drafts.decode_layer import CachedRows
+from fledge.drafts.draft import Draft
+from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.weights import load_draft, save_draft
+from fledge.ops.tree_attention import Visible
 from fledge.targets.compatibility import connect_draft
 from support.targets import P_EAGLE, exact_target, tiny_draft
 

@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 
 import fledge as package
-from fledge.jobs.display import ProgressDisplay, ResultPrinter
-from fledge.jobs.training import dry_run, launch
+from fledge.io.display import ProgressDisplay, ResultPrinter
 from fledge.train.memory import DoesNotFit
+from fledge.train.setup import dry_run, launch
 from support.chats import tiny_chats
 from support.commands import TESTS, Ran
 from support.files import metrics_of

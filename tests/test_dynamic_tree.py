@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.kernels.dynamic_tree import MOST_CANDIDATES, MOST_WIDTH, Candidates, add_level, best_nodes
+from fledge.ops.dynamic_tree import MOST_CANDIDATES, MOST_WIDTH, Candidates, add_level, best_nodes
 from support.devices import needs_triton
 
 needs_triton()

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.decode.engine import Completion, Engine
-from fledge.kernels import products
-from fledge.kernels.rope import apply_rope
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft, read_draft_config, save_draft
+from fledge.ops import products
+from fledge.ops.rope import apply_rope
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Implementation, Objective, ttt

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fledge import http as http_module
 from fledge.engines import client as client_module
 from fledge.engines.client import Answer, Client, Decoding, Server
-from fledge.http import BadRequest, ServerProblem
+from fledge.io import http as http_module
+from fledge.io.http import BadRequest, ServerProblem
 from support.openai_server import FakeServer
 
 CHAT = [{"role": "user", "content": "the young bird"}]

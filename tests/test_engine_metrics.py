@@ -13,7 +13,7 @@ from fledge.engines.metrics import (
     since_start,
     vllm_counters,
 )
-from fledge.eval.metrics import alpha, tau
+from fledge.measure.metrics import alpha, tau
 from fledge.types import Round, Trace
 from support.openai_server import FakeServer
 

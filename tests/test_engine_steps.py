@@ -13,7 +13,7 @@ import torch
 
 from fledge.decode.batch import FIRST_PART, LEAST_PART, PREFILL_TOKENS, STALL, Batch
 from fledge.decode.engine import Engine
-from fledge.models.kv_cache import SlotPool
+from fledge.drafts.kv_cache import SlotPool
 from fledge.types import Sampling
 from support.decoding import prompts
 from support.http_server import ask, serving

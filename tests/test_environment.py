@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fledge.eval.environment import environment
+from fledge.io.machine import environment
 
 
 def test_the_commit_of_copied_sources_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

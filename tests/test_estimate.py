@@ -12,14 +12,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.config import DraftConfig
-from fledge.jobs.training.run import disk_space
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.targets.size import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.estimate import Machine, Work, memory_parts, step_bytes
 from fledge.train.memory import UPDATE_BYTES
 from fledge.train.objective import Implementation
+from fledge.train.setup.run import disk_space
 from support.chats import tiny_chats
 from support.targets import tiny_target, tiny_target_directory
 

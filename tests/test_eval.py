@@ -13,10 +13,10 @@ from fledge.data.record import Record
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
-from fledge.eval.metrics import alpha, alpha_text, bytes_per_round, chain_gains, repeated_ngrams, tau
-from fledge.eval.prompts import EvalPrompt, prompt_of, read_prompts, spread
-from fledge.eval.run import _gaps, _round_times, evaluate, near_ties
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.measure.metrics import alpha, alpha_text, bytes_per_round, chain_gains, repeated_ngrams, tau
+from fledge.measure.prompts import EvalPrompt, prompt_of, read_prompts, spread
+from fledge.measure.run import _gaps, _round_times, evaluate, near_ties
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Round, Sampling, Trace, Tree
@@ -168,7 +168,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
 
 def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
     """A difference is a near tie if the gap of the two best tokens is smaller than the noise of another batch shape."""
-    from fledge.eval import run
+    from fledge.measure import run
 
     gaps = iter([torch.tensor([2.0, 1e-6]), torch.tensor([2.0, 2e-6])])
     monkeypatch.setattr(run, "_gaps", lambda *a: next(gaps))
@@ -179,7 +179,7 @@ def test_a_tie_within_the_noise_is_counted_as_one(engine, monkeypatch):
 def test_noise_is_measured_with_the_batch_shapes_of_the_runs(engine, monkeypatch):
     """Noise is measured with one token per call and with a round's tokens, alone and in a batch; for the baseline, with
     one token per call only."""
-    from fledge.eval import run
+    from fledge.measure import run
 
     seen = set()
     monkeypatch.setattr(run, "_gaps", lambda *a: seen.add(a[3:5]) or torch.ones(2))

@@ -18,18 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fledge import __version__
+from fledge.commands import evaluate as evaluate_job
+from fledge.commands.evaluate import FEW, EvalOptions, print_table, round_lines
+from fledge.commands.evaluate_ways import names, ways
 from fledge.decode.engine import Engine
-from fledge.eval import record as record_module
-from fledge.eval import run as eval_run
-from fledge.eval.intervals import speedup_interval, tau_interval
-from fledge.eval.prompts import EvalPrompt
-from fledge.eval.record import record_text
-from fledge.eval.run import EvaluationStopped, evaluate
-from fledge.jobs import evaluate as evaluate_job
-from fledge.jobs.display import ProgressDisplay, ResultPrinter
-from fledge.jobs.evaluate import FEW, EvalOptions, print_table, round_lines
-from fledge.jobs.evaluate_ways import names, ways
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
+from fledge.io.display import ProgressDisplay, ResultPrinter
+from fledge.measure import record as record_module
+from fledge.measure import run as eval_run
+from fledge.measure.intervals import speedup_interval, tau_interval
+from fledge.measure.prompts import EvalPrompt
+from fledge.measure.record import record_text
+from fledge.measure.run import EvaluationStopped, evaluate
 from fledge.types import Sampling
 from support.commands import TESTS
 from support.decoding import fit_head, spoken

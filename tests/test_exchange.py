@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fledge.check.draft_files import read_files, vocabulary_findings
+from fledge.commands.inspect import InspectOptions, run, trainer_notes
 from fledge.config import DraftConfig, RopeConfig
-from fledge.eval.draft_files import read_files, vocabulary_findings
-from fledge.jobs.inspect import InspectOptions, run, trainer_notes
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, same, saved
 from support.files import reconfigure
 from support.targets import tiny_target

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.kernels.experts import MOST_ROWS, Routing, experts, route
+from fledge.ops.experts import MOST_ROWS, Routing, experts, route
 from fledge.targets.native.target import NativeTarget
 from support.devices import distance, needs_triton
 from support.targets import tiny_target

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fledge.config import DraftConfig, Provenance, RopeConfig
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import DraftFiles, open_draft, save_draft, write_files
 from fledge.engines.export import TargetName, export, needs_export
 from fledge.engines.support import ENGINES, unsupported
-from fledge.models.draft import Draft
-from fledge.models.weights import DraftFiles, open_draft, save_draft, write_files
 from support.drafts_on_disk import HEAD, HEADS, D, V, config, saved
 from support.files import listing, reconfigure
 from support.targets import tiny_draft, tiny_target_directory
@@ -358,7 +358,7 @@ def test_what_cannot_be_exported(tmp_path, words, reason, fledge, monkeypatch):
 def test_a_draft_that_cannot_be_exported_asks_no_hub(tmp_path, fledge, monkeypatch):
     draft = saved(tmp_path / "d", fc_norm=True, norm_output=True, method="peagle", mask_token_id=3)
     assert unsupported(draft.config, "speculators")
-    monkeypatch.setattr("fledge.hub.architectures", lambda name: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("fledge.io.hub.architectures", lambda name: pytest.fail("the hub was asked"))
     went = fledge("export", "--draft", tmp_path / "d", "--to", "speculators", "--target", "someone/model")
     assert went.code == 2 and "cannot hold this draft" in went.err.replace("\n", " ")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge.fields import DTYPES, parse_dtype
-from fledge.jobs import familiar
-from fledge.jobs.familiar import ALIASES, VALUES, aliases_of
-from fledge.jobs.options import flag_of, option_fields
-from fledge.jobs.python import _options
-from fledge.jobs.training.options import TrainOptions
-from fledge.jobs.training.recipe_file import with_config
+from fledge import familiar
+from fledge.commands.python import _options
+from fledge.familiar import ALIASES, VALUES, aliases_of
+from fledge.io.fields import DTYPES, parse_dtype
+from fledge.options import flag_of, option_fields
+from fledge.train.setup.options import TrainOptions
+from fledge.train.setup.recipe_file import with_config
 from test_options import OPTIONS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def test_names_are_free_and_their_options_exist():
 
 def test_a_command_takes_both_names(fledge, monkeypatch):
     took = []
-    monkeypatch.setattr("fledge.jobs.train.run", lambda options, say, progress: took.append(options))
+    monkeypatch.setattr("fledge.commands.train.run", lambda options, say, progress: took.append(options))
     other = (
         "--model t --dataset d --output-dir o --learning-rate 1e-3 --max-seq-length 64 --batch-size 2 --num-epochs 2"
     )
@@ -61,8 +61,8 @@ def test_a_command_refuses_two_names_of_one_option(fledge, words):
 
 def test_a_list_takes_both_names_and_a_value_may_look_like_one(fledge, monkeypatch):
     took = []
-    monkeypatch.setattr("fledge.jobs.train.run", lambda options, say, progress: took.append(options))
-    monkeypatch.setattr("fledge.jobs.generate.run", lambda options, progress: took.append(options))
+    monkeypatch.setattr("fledge.commands.train.run", lambda options, say, progress: took.append(options))
+    monkeypatch.setattr("fledge.commands.generate.run", lambda options, progress: took.append(options))
     done = fledge("train", "--target", "t", "--data", "d", "--dataset", "e", "--lr", "1", "--lr", "2")
     assert done.code == 0 and took[0].data == ["d", "e"] and took[0].lr == 2, done.err
     done = fledge("generate", "--target", "t", "--draft", "d", "--prompt", "--draft-model")
@@ -120,11 +120,11 @@ def test_short_and_long_names_of_dtypes():
 
 def test_the_completed_values_are_those_that_are_accepted():
     from fledge.engines.support import ENGINES
-    from fledge.features.codec import PRECISIONS
-    from fledge.jobs.training.recipe import ACTIVATIONS, LOGGERS
-    from fledge.kernels.loss import KINDS
-    from fledge.kernels.ttt_attention import IMPLS
+    from fledge.ops.loss import KINDS
+    from fledge.ops.ttt_attention import IMPLS
+    from fledge.states.codec import PRECISIONS
     from fledge.targets.loading import IMPLEMENTATIONS
+    from fledge.train.setup.recipe import ACTIVATIONS, LOGGERS
 
     tables = dict(loss=KINDS, impl=IMPLS, activations=ACTIVATIONS, log=LOGGERS,
                   target_impl=IMPLEMENTATIONS, precision=PRECISIONS, to=ENGINES, dtype=DTYPES)  # fmt: skip

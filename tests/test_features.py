@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 
 from fledge.data.dataset import Rows
 from fledge.data.documents import Document
-from fledge.features import reader as reader_module
-from fledge.features import writer as writer_module
-from fledge.features.budget import DiskPlan, format_bytes, parse_bytes, shard_bytes
-from fledge.features.cache import FeatureCache
-from fledge.features.codec import FP8_MAX, PRECISIONS, decode_layers, encode_layers
-from fledge.features.layout import Layout, Sizes, split_shards, teacher_tokens
-from fledge.features.reader import Extent, cut
-from fledge.features.source import DiskFeatures
-from fledge.features.upload import Slot, Uploader
-from fledge.files import exclusive_lock
+from fledge.io.files import exclusive_lock
 from fledge.methods import CHOICES
+from fledge.states import reader as reader_module
+from fledge.states import writer as writer_module
+from fledge.states.budget import DiskPlan, format_bytes, parse_bytes, shard_bytes
+from fledge.states.cache import FeatureCache
+from fledge.states.codec import FP8_MAX, PRECISIONS, decode_layers, encode_layers
+from fledge.states.layout import Layout, Sizes, split_shards, teacher_tokens
+from fledge.states.reader import Extent, cut
+from fledge.states.source import DiskFeatures
+from fledge.states.upload import Slot, Uploader
 from fledge.targets.compatibility import layers_of
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget

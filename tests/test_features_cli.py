@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fledge.features import budget as budget_module
-from fledge.features.budget import RESERVED_SHARE, DiskPlan
-from fledge.features.cache import FeatureCache
-from fledge.models.weights import load_draft
+from fledge.drafts.weights import load_draft
+from fledge.states import budget as budget_module
+from fledge.states.budget import RESERVED_SHARE, DiskPlan
+from fledge.states.cache import FeatureCache
 from support.chats import tiny_chats
 from support.commands import Ran, kill_as_it_writes, python
 from support.files import listing, metrics_of, write_rows
@@ -35,7 +35,7 @@ RUN = """
 import sys
 import torch
 torch.set_num_threads(1)
-from fledge.features import budget
+from fledge.states import budget
 budget.MIN_SHARD = 60_000
 from fledge.cli import main
 sys.argv = ["fledge", *sys.argv[1:]]
@@ -315,7 +315,7 @@ def test_wrong_options_write_nothing(words, message: str, fledge: Fledge, made: 
 
 
 def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
-    from fledge.features import shard_file
+    from fledge.states import shard_file
 
     replace, out = shard_file.replace_parts, tmp_path / "f"
 

@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fledge import train_draft
 from fledge.data.dataset import Rows
-from fledge.jobs.display import ProgressDisplay, ResultPrinter
-from fledge.jobs.training.dry_run import dry_run
-from fledge.jobs.training.options import TrainOptions
+from fledge.io.display import ProgressDisplay, ResultPrinter
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
@@ -29,6 +27,8 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import ReceivedFeatures
 from fledge.train.objective import Objective
 from fledge.train.ranks import ALONE, Ranks
+from fledge.train.setup.dry_run import dry_run
+from fledge.train.setup.options import TrainOptions
 from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.files import metrics_of

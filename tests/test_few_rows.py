@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from fledge.kernels import few_rows
-from fledge.kernels.few_rows import (
+from fledge.ops import few_rows
+from fledge.ops.few_rows import (
     FEW_ROWS,
     MOST_ROWS,
     linear_add,
@@ -22,12 +22,12 @@ from fledge.kernels.few_rows import (
     norm_swiglu,
     plain_linear,
 )
-from fledge.kernels.few_rows.tiles import ProductTiles, fit, most_rows, tiles_for
+from fledge.ops.few_rows.tiles import ProductTiles, fit, most_rows, tiles_for
 from support.devices import distance, needs_triton
 
 needs_triton()
 
-from fledge.kernels.few_rows.triton import product, product_norm  # noqa: E402  (needs_triton skips before it)
+from fledge.ops.few_rows.triton import product, product_norm  # noqa: E402  (needs_triton skips before it)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter neither rounds nor multiplies bfloat16

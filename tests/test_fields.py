@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fledge import fields
 from fledge.config import DraftConfig, RopeConfig
 from fledge.data.template import ChatTemplate
-from fledge.fields import CONFIG, EAGLE_CONFIG, FLEDGE, RESERVED, ROPE, Fields, check_template_kwargs
-from fledge.jobs.options import parse_template_kwargs
-from fledge.kernels.rope import rope_frequencies
+from fledge.io import fields
+from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLEDGE, RESERVED, ROPE, Fields, check_template_kwargs
+from fledge.ops.rope import rope_frequencies
+from fledge.options import parse_template_kwargs
 
 PLAIN = dict(
     architectures=["LlamaForCausalLMEagle3"], model_type="llama", hidden_size=32, intermediate_size=48,

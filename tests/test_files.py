@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fledge import files
-from fledge.files import (
+from fledge.io import files
+from fledge.io.files import (
     exclusive_lock,
     read_consistent,
     replace_directory,
@@ -91,7 +91,7 @@ def test_a_kill_at_either_rename_leaves_old_or_new_whole(tmp_path, monkeypatch, 
 TWO_KILLS = """
 import os, signal, sys
 from pathlib import Path
-from fledge.files import read_consistent, replace_directory
+from fledge.io.files import read_consistent, replace_directory
 
 os.fsync = lambda handle: None  # slow, and only needed for power cuts
 
@@ -286,7 +286,7 @@ def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, monkeypatch, call
 
 KILLED = """
 import os, signal, sys
-from fledge.files import replace_text
+from fledge.io.files import replace_text
 os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
 replace_text(sys.argv[1], "half")
 """
@@ -326,7 +326,7 @@ def test_writers_of_one_file_do_not_share_a_temporary_file(error, tmp_path, monk
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fledge.files import exclusive_lock
+from fledge.io.files import exclusive_lock
 with exclusive_lock(Path(sys.argv[1]), "the run"):
     print("held", flush=True)
     time.sleep(600)
@@ -334,7 +334,7 @@ with exclusive_lock(Path(sys.argv[1]), "the run"):
 COUNTER = """
 import sys
 from pathlib import Path
-from fledge.files import exclusive_lock
+from fledge.io.files import exclusive_lock
 counter, done = Path(sys.argv[1]), 0
 while done < 40:
     try:

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from fledge.commands.inspect import InspectOptions, run
 from fledge.config import DraftConfig
-from fledge.formats.layer_ids import OFFSETS, from_engine, to_engine
-from fledge.jobs.inspect import InspectOptions, run
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft, open_draft, read_draft_config
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft, open_draft, read_draft_config
+from fledge.io.layer_ids import OFFSETS, from_engine, to_engine
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused
 from support.files import change_json, listing, reconfigure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.kernels.fresh_rows import FreshRows, fresh_rows
+from fledge.ops.fresh_rows import FreshRows, fresh_rows
 from support.devices import needs_triton
 
 needs_triton()

@@ -86,11 +86,11 @@ REGENERATE = "regenerate --target target --data chats.jsonl --out own.jsonl --li
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a target, chats, prompts, and a run that was trained on them."""
-    from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.features import FeaturesOptions
-    from fledge.jobs.features import run as write_features
-    from fledge.jobs.train import run
-    from fledge.jobs.training.options import TrainOptions
+    from fledge.commands.features import FeaturesOptions
+    from fledge.commands.features import run as write_features
+    from fledge.commands.train import run
+    from fledge.io.display import ProgressDisplay
+    from fledge.train.setup.options import TrainOptions
 
     root = tmp_path_factory.mktemp("made")
     tiny_target_directory(root)
@@ -363,8 +363,8 @@ def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch
     for limit, value in (("data.rows.LONGEST", 2**18), ("data.rows.LONGEST_TEXT", 2**18), ("http.MOST_BYTES", 2**20)):
         monkeypatch.setattr(f"fledge.{limit}", value)
     for delay in ("FIRST_DELAY", "LAST_DELAY"):
-        monkeypatch.setattr(f"fledge.http.{delay}", 0.001)
-    monkeypatch.setattr("fledge.eval.endpoint.SETTLING", {"vllm": 0.1, "sglang": 0.1})
+        monkeypatch.setattr(f"fledge.io.http.{delay}", 0.001)
+    monkeypatch.setattr("fledge.measure.endpoint.SETTLING", {"vllm": 0.1, "sglang": 0.1})
 
     @settings(
         max_examples=CASES, deadline=None, derandomize=True, database=None, phases=[Phase.generate],

@@ -13,10 +13,10 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from fledge import hub
-from fledge.hub import draft_directory, split_revision
-from fledge.models.weights import load_draft, read_draft_config, save_draft
-from fledge.progress import show_progress
+from fledge.drafts.weights import load_draft, read_draft_config, save_draft
+from fledge.io import hub
+from fledge.io.hub import draft_directory, split_revision
+from fledge.io.progress import show_progress
 from fledge.targets import loading
 from fledge.targets.loading import load_head, load_target
 from support.chats import tiny_chats

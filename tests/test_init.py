@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fledge.models.draft import Draft
-from fledge.models.init import initialize_from_target
+from fledge.drafts.draft import Draft
+from fledge.drafts.init import initialize_from_target
 from fledge.targets.interface import Target
 from support.targets import tiny_draft, tiny_target
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import fledge as api
-from fledge import models
+from fledge import drafts as models
 from fledge.data.dataset import Rows
 from fledge.decode.engine import Engine
-from fledge.eval.prompts import EvalPrompt
-from fledge.eval.run import evaluate
+from fledge.drafts.draft import Draft
+from fledge.drafts.init import initialize_from_target
+from fledge.measure.prompts import EvalPrompt
+from fledge.measure.run import evaluate
 from fledge.methods import METHODS
-from fledge.models.draft import Draft
-from fledge.models.init import initialize_from_target
 from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import Cache, DecodingTarget, Target, TrainingTarget
 from fledge.targets.source import FeatureSource, LiveFeatures
@@ -194,7 +194,7 @@ def test_a_target_without_the_required_methods_raises() -> None:
 def test_models_do_not_import_targets_or_transformers() -> None:
     """Importing the draft's modules, the target interface and the compatibility checks does not import transformers,
     which takes seconds."""
-    names = [f"fledge.models.{m.name}" for m in pkgutil.iter_modules(models.__path__)]
+    names = [f"fledge.drafts.{m.name}" for m in pkgutil.iter_modules(models.__path__)]
     for modules, heavy in (
         (names, "('transformers', 'fledge.targets')"),
         (["fledge.targets.compatibility", "fledge.targets.source", "fledge.train.trainer"], "('transformers',)"),

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fledge.config import RopeConfig
 from fledge.data.documents import Document
-from fledge.kernels import products
-from fledge.kernels.gradients import GradientSums, take_rows
-from fledge.kernels.loss import KINDS
-from fledge.kernels.mlp import swiglu, swiglu_reference
-from fledge.kernels.rope import apply_rope
-from fledge.kernels.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
-from fledge.models.draft import Draft
-from fledge.models.layers import Compute, Rotary
+from fledge.drafts.draft import Draft
+from fledge.drafts.layers import Compute, Rotary
+from fledge.ops import products
+from fledge.ops.gradients import GradientSums, take_rows
+from fledge.ops.loss import KINDS
+from fledge.ops.mlp import swiglu, swiglu_reference
+from fledge.ops.rope import apply_rope
+from fledge.ops.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Features, Packed
 from support.devices import needs_triton
@@ -236,7 +236,7 @@ def test_loss_of_ties_takes_the_first() -> None:
 def test_rope(H: int, d: int, rotated: int) -> None:
     """Outputs and gradients equal plain torch's, for full and partial rotation and head sizes that are not powers of
     two."""
-    from fledge.kernels.elementwise import rope
+    from fledge.ops.elementwise import rope
 
     x = torch.randn(7, H, d, device=DEVICE).requires_grad_()
     angle = torch.randn(7, 1, rotated // 2, device=DEVICE).repeat(1, 1, 2)
@@ -251,7 +251,7 @@ def test_rope(H: int, d: int, rotated: int) -> None:
 def test_norm_with_input(N: int, E: int, reads: str) -> None:
     """The norm and its input, as both outputs of one function, have the right values and gradients whichever of them is
     used, also with more rows than programs of the kernel."""
-    from fledge.kernels.norm import norm_with_input
+    from fledge.ops.norm import norm_with_input
 
     x, gain = torch.randn(N, E, device=DEVICE).requires_grad_(), torch.randn(E, device=DEVICE).requires_grad_()
     weights, found = torch.randn(2, N, E, device=DEVICE), []
@@ -310,7 +310,7 @@ def test_mlp(S: int, recompute: bool) -> None:
 @pytest.mark.parametrize("O", [3, 1024, 2500])
 def test_rows_are_added(O: int) -> None:
     """add_rows_ adds to the given rows only, for rows shorter than one block and for rows of several blocks."""
-    from fledge.kernels.elementwise import add_rows_
+    from fledge.ops.elementwise import add_rows_
 
     total, rows = torch.randn(9, O, device=DEVICE), torch.tensor([7, 2, 8], device=DEVICE).int()
     x = torch.randn(3, O, device=DEVICE).half()
@@ -323,8 +323,8 @@ def test_rows_are_added(O: int) -> None:
 def test_parts_in_16_bits(part: str) -> None:
     """The error of each part's outputs and gradients is at most 1.5 times that of plain torch in the same dtype:
     bfloat16 on a GPU, float16 in the interpreter, which does not round bfloat16 as a GPU does."""
-    from fledge.kernels.elementwise import rope
-    from fledge.kernels.norm import norm_with_input
+    from fledge.ops.elementwise import rope
+    from fledge.ops.norm import norm_with_input
 
     half = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     S, E, inner = 40, 256, 1536

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from fledge.kernels.tree_attention import Visible
-from fledge.models import kv_cache
-from fledge.models.kv_cache import CacheRows, KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts import kv_cache
+from fledge.drafts.kv_cache import CacheRows, KVCache, PromptRows, SlotPool, TreeRows
+from fledge.ops.tree_attention import Visible
 
 INTERRUPTED = {SlotPool.reserve, SlotPool.release, SlotPool._set_buffer, SlotPool._fit, KVCache.select}
 LAYERS, G, H, D = 2, 2, 4, 3

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fledge.jobs.training import launch
-from fledge.jobs.training.options import TrainOptions
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.setup import launch
+from fledge.train.setup.options import TrainOptions
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.runs import recipe_of
@@ -55,7 +55,7 @@ def test_start_processes_returns_the_status_of_torchrun(tmp_path: Path, capfd: p
 
 WAITING = """
 import signal, sys, time
-from fledge.jobs.training.launch import start_processes
+from fledge.train.setup.launch import start_processes
 print(start_processes(2, sys.argv[1:]), flush=True)
 """
 

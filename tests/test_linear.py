@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fledge.kernels import linear as linear_module
-from fledge.kernels.linear import linear, strided_linear
-from fledge.models.layers import Linear
+from fledge.drafts.layers import Linear
+from fledge.ops import linear as linear_module
+from fledge.ops.linear import linear, strided_linear
 from support.targets import tiny_draft, tiny_target
 
 

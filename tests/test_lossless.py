@@ -19,7 +19,7 @@ from fledge.decode.propose import Proposer
 from fledge.decode.rounds import Rounds
 from fledge.decode.state import RoundState
 from fledge.decode.text import TextStream
-from fledge.models.kv_cache import KVCache
+from fledge.drafts.kv_cache import KVCache
 from fledge.targets.cache import TargetCache
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget

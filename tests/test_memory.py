@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from fledge.data.dataset import Rows
-from fledge.jobs.training import implementation
-from fledge.jobs.training.implementation import trial_message
-from fledge.kernels.loss import KINDS
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft
+from fledge.ops.loss import KINDS
 from fledge.train import trainer
 from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, longest_row, resize_row
 from fledge.train.objective import Implementation, Objective, ttt
+from fledge.train.setup import implementation
+from fledge.train.setup.implementation import trial_message
 from fledge.train.simulate import simulate_decoding
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
@@ -243,7 +243,7 @@ def test_freed_memory_is_kept(kept: bool) -> None:
     """With `retain_freed_memory`, a freed block is reused with its pages; without it, each page faults again."""
     script = """
 import resource
-from fledge.jobs.training.target import retain_freed_memory
+from fledge.train.setup.target import retain_freed_memory
 assert KEPT is False or retain_freed_memory()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 block = lambda: len(b"x" * (1 << 26))

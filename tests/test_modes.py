@@ -18,9 +18,9 @@ from fledge.config import DraftConfig, Provenance
 from fledge.data.modes import ModeWarning, modes_of, shared_variables
 from fledge.data.read import read_records
 from fledge.data.template import ChatTemplate
-from fledge.eval.prompts import prompt_of
-from fledge.eval.run import longest_request
-from fledge.models.weights import read_draft_config
+from fledge.drafts.weights import read_draft_config
+from fledge.measure.prompts import prompt_of
+from fledge.measure.run import longest_request
 from support.chats import tiny_chats
 from support.files import rows_of, write_rows
 from support.targets import CHATML, tiny_target, tiny_tokenizer
@@ -220,7 +220,7 @@ def test_later_turns_follow_answers_as_the_prompt_s_own_variables_render_them(
         used.append((template.kwargs, template.prompt_ids(said) == list(prompt)))
         return {"role": "assistant", "content": "soon"}
 
-    monkeypatch.setattr("fledge.eval.run.history_message", message)
+    monkeypatch.setattr("fledge.measure.run.history_message", message)
     turns = {"turns": ["can it fly", "it can fly"]}
     prompts = write_rows(tmp_path / "p.jsonl", [turns | {"chat_template_kwargs": ON}, turns])
     words = ["--target", target, "--draft", thinking, "--prompts", prompts, "--max-new-tokens", 3, "--device", "cpu"]

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.decode.engine import Engine
-from fledge.jobs.training import draft as training_draft
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
 from fledge.targets.native.target import NativeTarget
+from fledge.train.setup import draft as training_draft
 from fledge.types import Features
 from support.chats import tiny_chats
 from support.targets import tiny_draft, tiny_target, tiny_target_directory

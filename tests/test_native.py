@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fledge.config import ROPE_TYPES
 from fledge.decode import batch
 from fledge.decode.engine import Engine, load
-from fledge.kernels import attention
+from fledge.ops import attention
 from fledge.targets.loading import load_target, target_of
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget

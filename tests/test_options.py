@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 import fledge as package
-from fledge.jobs.chat import ChatOptions
-from fledge.jobs.check import CheckOptions
-from fledge.jobs.demo import DemoOptions
-from fledge.jobs.evaluate import EvalOptions
-from fledge.jobs.export import ExportOptions
-from fledge.jobs.features import FeaturesOptions
-from fledge.jobs.generate import GenerateOptions
-from fledge.jobs.inspect import InspectOptions
-from fledge.jobs.options import Options, flag_of, option_fields
-from fledge.jobs.push import PushOptions
-from fledge.jobs.regenerate import RegenerateOptions
-from fledge.jobs.report import ReportOptions
-from fledge.jobs.serve import ServeOptions
-from fledge.jobs.training.options import TrainOptions
+from fledge.commands.chat import ChatOptions
+from fledge.commands.check import CheckOptions
+from fledge.commands.demo import DemoOptions
+from fledge.commands.evaluate import EvalOptions
+from fledge.commands.export import ExportOptions
+from fledge.commands.features import FeaturesOptions
+from fledge.commands.generate import GenerateOptions
+from fledge.commands.inspect import InspectOptions
+from fledge.commands.push import PushOptions
+from fledge.commands.report import ReportOptions
+from fledge.commands.serve import ServeOptions
+from fledge.options import Options, flag_of, option_fields
+from fledge.regenerate.options import RegenerateOptions
+from fledge.train.setup.options import TrainOptions
 from fledge.types import Sampling
 
 OPTIONS: dict[str, type[Options]] = {
@@ -92,9 +92,9 @@ def test_an_option_without_effect_is_refused_even_with_its_default_value(command
 )
 def test_options_with_effect_are_accepted(command, given, fledge, monkeypatch):
     took = []
-    module = "fledge.jobs.train" if command == "train" else OPTIONS[command].__module__
+    module = "fledge.commands.train" if command == "train" else OPTIONS[command].__module__
     monkeypatch.setattr(f"{module}.run", lambda options, *_: took.append(options) or {})
-    monkeypatch.setattr("fledge.jobs.evaluate.print_table", lambda *_: None)
+    monkeypatch.setattr("fledge.commands.evaluate.print_table", lambda *_: None)
     fledge(command, *SOME[command], *given.split())
     assert len(took) == 1
     words = {flag for flag in (*SOME[command], *given.split()) if flag.startswith("--")}
@@ -125,32 +125,33 @@ def test_sampling_refuses_values_out_of_range(name, value):
 ROOT = Path(package.__file__).parent
 COMMON = tuple(c for c in OPTIONS if c != "demo")  # which has few options of its own, and runs other commands
 READERS = {  # the commands that print a module's messages; all commands for other modules
-    **{f"jobs/{OPTIONS[c].__module__.split('.')[-1]}.py": (c,) for c in OPTIONS},
-    "jobs/options.py": ("generate", "eval"),  # except for messages about options that every command has
-    "jobs/train.py": ("train",),
-    **{f"jobs/training/{file.name}": ("train",) for file in (ROOT / "jobs" / "training").iterdir()},
-    **{f"jobs/chatting/{file.name}": ("chat",) for file in (ROOT / "jobs" / "chatting").iterdir()},
+    **{f"{OPTIONS[c].__module__.removeprefix('fledge.').replace('.', '/')}.py": (c,) for c in OPTIONS},
+    "options.py": ("generate", "eval"),  # except for messages about options that every command has
+    "commands/train.py": ("train",),
+    **{file.relative_to(ROOT).as_posix(): ("train",) for file in (ROOT / "train").rglob("*.py")},
+    "measure/evaluator.py": ("train",),
+    "check/make_probe.py": ("train",),
+    **{f"chat/{file.name}": ("chat",) for file in (ROOT / "chat").iterdir()},
     **{f"regenerate/{file.name}": ("regenerate",) for file in (ROOT / "regenerate").iterdir()},
-    "jobs/card.py": ("push",),
+    "publish/card.py": ("push",),
     "engines/export.py": ("export",),
-    "jobs/evaluate_endpoint.py": ("eval",),
+    "commands/evaluate_endpoint.py": ("eval",),
     "engines/client.py": ("regenerate", "eval"),
-    "eval/endpoint.py": ("eval",),
-    "eval/prompts.py": ("eval",),
-    "http.py": ("eval", "features", "regenerate"),
+    "measure/endpoint.py": ("eval",),
+    "measure/prompts.py": ("eval",),
+    "io/http.py": ("eval", "features", "regenerate"),
     "data/dataset.py": ("train",),
     **dict.fromkeys(("data/columns.py", "data/record.py"), ("train", "features", "regenerate", "eval")),
     "report/training.py": ("train",),
     "report/decoding.py": ("eval",),
-    "features/budget.py": ("features",),
-    "features/source.py": ("train",),
-    **{f"features/vllm/{file.name}": ("train", "features") for file in (ROOT / "features" / "vllm").iterdir()},
+    "states/budget.py": ("features",),
+    "states/source.py": ("train",),
+    **{f"states/vllm/{file.name}": ("train", "features") for file in (ROOT / "states" / "vllm").iterdir()},
     "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
     # the others load no target
     "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "push", "report")),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
-    **{f"train/{file.name}": ("train",) for file in (ROOT / "train").iterdir()},
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
@@ -182,7 +183,7 @@ def known_to(commands) -> set[str]:
     return known | switches if tuple(commands) == ("train",) else known
 
 
-OTHERS = (  # flags of other programs: torchrun's in jobs/training/launch.py, and those of serving engines
+OTHERS = (  # flags of other programs: torchrun's in train/setup/launch.py, and those of serving engines
     "--standalone", "--nproc-per-node", "--enable-metrics", "--speculative-config", "--kv-transfer-config",
     "--no-enable-prefix-caching", "--max-model-len", "--revision", "--disable-log-stats",
     "--gpu-memory-utilization", "--mem-fraction-static",
@@ -194,7 +195,7 @@ def test_messages_name_only_flags_of_their_command():
     seen, wrong = 0, []
     for module, text in messages():
         # flags of git, engines and compilers; the commands
-        if module in ("eval/environment.py", "engines/command.py", "kernels/compiled/build.py", "cli.py"):
+        if module in ("io/machine.py", "engines/command.py", "ops/compiled/build.py", "cli.py"):
             continue
         known = {*known_to(READERS.get(module, COMMON)), *OTHERS}
         for flag in FLAG.finditer(text):

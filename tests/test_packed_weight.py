@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge.decode.engine import Engine
-from fledge.kernels import linear as linear_module
-from fledge.kernels import memory, packed_weight
-from fledge.kernels.linear import linear, strided_linear
-from fledge.kernels.packed_weight import (
+from fledge.ops import linear as linear_module
+from fledge.ops import memory, packed_weight
+from fledge.ops.linear import linear, strided_linear
+from fledge.ops.packed_weight import (
     Fingerprint,
     can_pack,
     fits_half,

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.kernels import ttt_attention
-from fledge.kernels.ttt_attention import OwnSteps, Queries
-from fledge.models.draft import Draft
-from fledge.models.draft_decoder import DraftDecoder
+from fledge.drafts.draft import Draft
+from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.ops import ttt_attention
+from fledge.ops.ttt_attention import OwnSteps, Queries
 from fledge.targets import transformers as transformers_target
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget

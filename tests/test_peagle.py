@@ -20,10 +20,10 @@ from torch import Tensor
 from fledge.data.documents import Document
 from fledge.data.vocab import choose_mask_token
 from fledge.decode.engine import Engine
-from fledge.kernels import products
-from fledge.kernels.loss import KINDS
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft, read_draft_config, save_draft
+from fledge.ops import products
+from fledge.ops.loss import KINDS
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.cod import DropTokens

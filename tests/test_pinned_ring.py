@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from fledge.kernels import pinned_ring
-from fledge.kernels.pinned_ring import ENTRIES, PinnedRing
+from fledge.ops import pinned_ring
+from fledge.ops.pinned_ring import ENTRIES, PinnedRing
 from support.devices import needs_triton
 
 needs_triton()

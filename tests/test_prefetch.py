@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.jobs.training import implementation
 from fledge.train import memory, prefetch, trainer
+from fledge.train.setup import implementation
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fledge.commands.evaluate import EvalOptions
+from fledge.commands.features import FeaturesOptions
 from fledge.data.presets import PRESETS, shadowed_presets
 from fledge.data.read import check_source, read_records, with_columns
-from fledge.eval.prompts import DEFAULT_PROMPTS, PROMPT_SETS, read_prompts
-from fledge.jobs.evaluate import EvalOptions
-from fledge.jobs.features import FeaturesOptions
-from fledge.jobs.options import option_fields
-from fledge.jobs.regenerate import RegenerateOptions
-from fledge.jobs.training.options import TrainOptions
+from fledge.measure.prompts import DEFAULT_PROMPTS, PROMPT_SETS, read_prompts
+from fledge.options import option_fields
+from fledge.regenerate.options import RegenerateOptions
+from fledge.train.setup.options import TrainOptions
 from support.files import write_rows
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fledge.kernels import processor
-from fledge.kernels.processor import is_intel, processor_name
+from fledge.io.machine import is_intel, processor_name
+from fledge.ops import processor
 
 LINES = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: 6\nmodel name\t: {}\n\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fledge.data.read import SourceReader
-from fledge.eval.prompts import DEFAULT_PROMPTS, PROMPT_SETS, EvalPrompt, prompt_set_name, read_prompts
+from fledge.measure.prompts import DEFAULT_PROMPTS, PROMPT_SETS, EvalPrompt, prompt_set_name, read_prompts
 from support.files import write_rows
 
 # (arguments of load_dataset, a row in the layout of the hub, what is asked)

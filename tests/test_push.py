@@ -9,9 +9,9 @@ from fnmatch import fnmatch
 import pytest
 from huggingface_hub import constants
 
-from fledge.eval.environment import environment
-from fledge.hub import DRAFT_FILES
-from fledge.jobs.card import END, START
+from fledge.io.hub import DRAFT_FILES
+from fledge.io.machine import environment
+from fledge.publish.card import END, START
 from support.drafts_on_disk import saved
 from support.files import reconfigure
 from support.hub import Repository, serving, stand_in

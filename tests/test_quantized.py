@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge import train_draft
-from fledge.jobs.training.target import live_features
 from fledge.targets.loading import load_target
 from fledge.targets.parts import layout_of, parts_of, target_of_parts
 from fledge.targets.quantized import quantization_of, weight_of
 from fledge.targets.transformers import TransformersTarget
+from fledge.train.setup.target import live_features
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.rows import document, row_of

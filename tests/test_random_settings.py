@@ -18,8 +18,8 @@ import torch
 from fledge.decode import batch as batches
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
-from fledge.eval.run import ranking_of
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.measure.run import ranking_of
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, TreeShape

@@ -23,17 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fledge.check.make_probe import make_probe
+from fledge.check.probe import read_probe
+from fledge.commands import features as features_job
+from fledge.commands.features import FeaturesOptions
+from fledge.commands.train import _run_as_rank
 from fledge.data.dataset import Rows
 from fledge.data.template import ChatTemplate
-from fledge.eval.probe import read_probe
-from fledge.features import budget as feature_budget
-from fledge.jobs import features as features_job
-from fledge.jobs.display import ProgressDisplay
-from fledge.jobs.features import FeaturesOptions
-from fledge.jobs.train import _run_as_rank
-from fledge.jobs.training.options import TrainOptions
-from fledge.jobs.training.probe import make_probe
-from fledge.models.weights import WEIGHTS, write_files
+from fledge.drafts.weights import WEIGHTS, write_files
+from fledge.io.display import ProgressDisplay
+from fledge.states import budget as feature_budget
 from fledge.targets import sharded as sharded_module
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
@@ -47,6 +46,7 @@ from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective
 from fledge.train.optim import MasterOptimizer
 from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence, first_to_say
+from fledge.train.setup.options import TrainOptions
 from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.files import metrics_of

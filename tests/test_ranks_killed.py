@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fledge.models.weights import WEIGHTS
+from fledge.drafts.weights import WEIGHTS
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.ranks import ranks_of

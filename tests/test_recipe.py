@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import fledge as api
 from fledge.config import DraftConfig
-from fledge.jobs.training import recipe as recipes
-from fledge.jobs.training.options import TrainOptions
-from fledge.jobs.training.plain_yaml import read_yaml, write_yaml
-from fledge.jobs.training.recipe import NewDraft, resolve
-from fledge.jobs.training.recipe_file import with_config
-from fledge.models import weights
+from fledge.drafts import weights
 from fledge.train.cod import DropTokens
+from fledge.train.setup import recipe as recipes
+from fledge.train.setup.options import TrainOptions
+from fledge.train.setup.plain_yaml import read_yaml, write_yaml
+from fledge.train.setup.recipe import NewDraft, resolve
+from fledge.train.setup.recipe_file import with_config
 from support.chats import tiny_chats
 from support.runs import recipe_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -182,7 +182,7 @@ def test_flags_override_a_file(tmp_path: Path) -> None:
 
 def test_a_switch_set_by_a_file_can_be_turned_off(tmp_path: Path, fledge, monkeypatch: pytest.MonkeyPatch) -> None:
     took = []
-    monkeypatch.setattr("fledge.jobs.train.run", lambda options, *_: took.append(options) or {})
+    monkeypatch.setattr("fledge.commands.train.run", lambda options, *_: took.append(options) or {})
     fledge("train", "--config", "f", "--no-fc-norm")
     assert took[0].given == {"config", "fc_norm"} and took[0].fc_norm is False
     ran = fledge("train", "--config", "f", "--no-fc-norm", "--fc-norm")

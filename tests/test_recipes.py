@@ -18,11 +18,11 @@ from fledge.data.documents import Document
 from fledge.data.modes import ModeWarning
 from fledge.data.pack import make_row
 from fledge.data.template import ChatTemplate
-from fledge.jobs.training.options import TrainOptions
-from fledge.jobs.training.recipe import resolve
-from fledge.jobs.training.recipe_file import RECIPES, recipe_names, with_config
-from fledge.models.weights import read_draft_config
+from fledge.drafts.weights import read_draft_config
 from fledge.targets.loading import load_target
+from fledge.train.setup.options import TrainOptions
+from fledge.train.setup.recipe import resolve
+from fledge.train.setup.recipe_file import RECIPES, recipe_names, with_config
 from support.chats import tiny_chats
 from support.targets import read_alone, tiny_tokenizer
 from support.templates import GEMMA3, HARMONY, LLAMA3, QWEN3

@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from fledge.data.answering import text_prompt
 from fledge.data.template import ChatTemplate
-from fledge.files import TEMPORARY
+from fledge.io.files import TEMPORARY
 from support.commands import Ran
 from support.files import rows_of
 from support.targets import (

@@ -21,7 +21,7 @@ import pytest
 from fledge.data import template as template_module
 from fledge.data.answering import reasoning_field
 from fledge.data.template import ChatTemplate
-from fledge.http import Http
+from fledge.io.http import Http
 from support.chats import tiny_chats
 from support.commands import TESTS, Ran
 from support.files import rows_of, write_rows
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fledge.http.FIRST_DELAY", 0.001)
+    monkeypatch.setattr("fledge.io.http.FIRST_DELAY", 0.001)
 
 
 Regenerate = Callable[..., Ran]

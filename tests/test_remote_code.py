@@ -14,7 +14,7 @@ import torch
 
 from fledge.data.read import read_records
 from fledge.decode.engine import load
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
 from fledge.targets import loading
 from support.chats import tiny_chats
 from support.files import change_json, rows_of

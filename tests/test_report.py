@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fledge.jobs.report import ReportOptions, report_file, report_run, run
-from fledge.report.page import render
+from fledge.commands.report import ReportOptions, run
+from fledge.report.page import render, report_file, report_run
 from fledge.report.read import read
 from fledge.report.training import smoothed, thinned
 from support.reports import record, sweep, write_records, write_run

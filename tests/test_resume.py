@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from fledge.data.dataset import Rows
-from fledge.files import sha256_of
-from fledge.jobs import display as display_module
-from fledge.models.weights import load_draft
+from fledge.drafts.weights import load_draft
+from fledge.io import display as display_module
+from fledge.io.files import sha256_of
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
@@ -44,9 +44,9 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
-from fledge.jobs.display import ProgressDisplay
-from fledge.jobs.train import run
-from fledge.jobs.training.options import TrainOptions
+from fledge.io.display import ProgressDisplay
+from fledge.commands.train import run
+from fledge.train.setup.options import TrainOptions
 
 target, data, out, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 options = dict(target=target, data=[data], max_length=64, row_length=128, steps=100, depth=3, draft_vocab=200,
@@ -501,7 +501,7 @@ def test_training_saves_and_ends_when_standard_error_cannot_be_written(how, tmp_
 
 def test_a_signal_before_training_leaves_no_directory(tmp_path, fledge, monkeypatch):
     target, data = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
-    monkeypatch.setattr("fledge.jobs.training.data.training_data", lambda *given: send(signal.SIGHUP))
+    monkeypatch.setattr("fledge.train.setup.data.training_data", lambda *given: send(signal.SIGHUP))
     ran = fledge("train", "--target", target, "--data", data, "--out", tmp_path / "run", *FLAGS)
     assert ran.code == 130 and not (tmp_path / "run").exists()
 
@@ -659,7 +659,7 @@ def test_resume_refuses_changed_data(tmp_path, fledge, monkeypatch):
     data = data.rename(tmp_path / "moved")
     write_recipe(run, {**recipe_of(run), "data": [str(data)]})
     assert fledge("train", "--resume", run).code == 0
-    monkeypatch.setattr("fledge.jobs.training.target.prepare_shared_target", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr("fledge.train.setup.target.prepare_shared_target", lambda *given: pytest.fail("loaded"))
     for name, change, how in (
         ("c", lambda file: tiny_chats(file, 31), "was added"),
         ("a", lambda file: tiny_chats(file, 32), "was added"),  # under this path, which the run did not have

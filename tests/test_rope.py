@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from fledge.config import DraftConfig, RopeConfig
-from fledge.kernels.rope import apply_rope, rope_frequencies
-from fledge.models.layers import Rotary
+from fledge.drafts.layers import Rotary
+from fledge.ops.rope import apply_rope, rope_frequencies
 from support.targets import tiny_draft, tiny_target
 
 SHORT = [1.0 + 0.1 * i for i in range(8)]

@@ -32,7 +32,7 @@ from fledge.decode.prepare import Prepared, prepare
 from fledge.decode.request import Completion
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
-from fledge.models import kv_cache
+from fledge.drafts import kv_cache
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
 from fledge.types import Sampling, Tree, TreeShape

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
-from fledge.kernels import sampling as sampling_kernels
-from fledge.kernels import sampling_cpu
-from fledge.kernels.compiled.build import library
-from fledge.kernels.sampling import TOKEN, coupled, filtered_argmax, gumbel, gumbel_argmax, hash_keys, uniforms
-from fledge.kernels.top_filter import filter_top
-from fledge.kernels.transfer import to_device
+from fledge.ops import sampling as sampling_kernels
+from fledge.ops import sampling_cpu
+from fledge.ops.compiled.build import library
+from fledge.ops.sampling import TOKEN, coupled, filtered_argmax, gumbel, gumbel_argmax, hash_keys, uniforms
+from fledge.ops.top_filter import filter_top
+from fledge.ops.transfer import to_device
 from fledge.types import Sampling, Tree
 from support.verification import scores_of, uniforms_of
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fledge.commands import serve
+from fledge.drafts.weights import open_draft, save_draft, write_files
 from fledge.engines import command as command_module
 from fledge.engines.export import TargetName, export
-from fledge.jobs import serve
-from fledge.models.weights import open_draft, save_draft, write_files
 from support.drafts_on_disk import saved
 from support.files import reconfigure
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -262,7 +262,7 @@ def test_of_a_target_that_does_not_fit_files_are_checked(fledge, tmp_path, monke
             return SimpleNamespace(returncode=-9)
         return SimpleNamespace(returncode=fledge(*words[3:]).code)
 
-    monkeypatch.setattr("fledge.kernels.memory.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("fledge.io.machine.free_bytes", lambda device: 1000)
     monkeypatch.setattr(serve.subprocess, "run", run)
     monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
     monkeypatch.setattr(command_module, "available", lambda engine: True)

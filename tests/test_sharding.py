@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Objective, ttt
 from fledge.train.ranks import Ranks

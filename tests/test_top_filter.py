@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from fledge.kernels.top_filter import MOST_TOKENS, filter_top
+from fledge.ops.top_filter import MOST_TOKENS, filter_top
 from support.devices import needs_triton
 
 needs_triton()
 
-from fledge.kernels import top_filter_triton  # noqa: E402  (needs_triton skips before it)
+from fledge.ops import top_filter_triton  # noqa: E402  (needs_triton skips before it)
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

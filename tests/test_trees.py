@@ -17,13 +17,13 @@ from fledge.decode import shapes, sources
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.decode.state import RoundState
-from fledge.kernels import acceptance, dynamic_tree
-from fledge.kernels.dynamic_tree import Candidates
-from fledge.kernels.fresh_rows import FreshRows
-from fledge.kernels.tree_attention import Visible
-from fledge.models.draft import Draft
-from fledge.models.draft_decoder import DraftDecoder
-from fledge.models.kv_cache import KVCache, TreeRows
+from fledge.drafts.draft import Draft
+from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.kv_cache import KVCache, TreeRows
+from fledge.ops import acceptance, dynamic_tree
+from fledge.ops.dynamic_tree import Candidates
+from fledge.ops.fresh_rows import FreshRows
+from fledge.ops.tree_attention import Visible
 from fledge.targets.cache import TargetCache
 from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.transformers import TransformersTarget

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fledge.data.documents import Document
-from fledge.kernels import loss as loss_module
-from fledge.kernels.gradients import Fp32Accumulator
-from fledge.kernels.loss import (
+from fledge.drafts.draft import Draft
+from fledge.ops import loss as loss_module
+from fledge.ops.gradients import Fp32Accumulator
+from fledge.ops.loss import (
     KINDS,
     SLOTS_PER_GROUP,
     LossOptions,
@@ -24,8 +25,7 @@ from fledge.kernels.loss import (
     definition,
     loss_and_gradients,
 )
-from fledge.kernels.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
-from fledge.models.draft import Draft
+from fledge.ops.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.cod import DropTokens

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from fledge.decode import batch as batches
 from fledge.decode import rounds
 from fledge.decode.engine import Engine, load
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, TreeShape

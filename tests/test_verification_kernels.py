@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.kernels.acceptance import MOST_NODES, accept_own
-from fledge.kernels.tree_attention import VisibleChain, place_trees
+from fledge.ops.acceptance import MOST_NODES, accept_own
+from fledge.ops.tree_attention import VisibleChain, place_trees
 from fledge.types import Tree, Verdict
 from support.devices import needs_triton
 

@@ -19,18 +19,18 @@ from transformers import DeepseekV3Config
 
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.features.layout import needed_tokens
-from fledge.features.vllm.command import directory_of, layers_of, serve_words
-from fledge.features.vllm.files import STATES, TOKENS, StatesFolder, lock_of, lock_state
-from fledge.features.vllm.server import Patience, VllmServer
-from fledge.features.vllm.source import VllmFeatures
-from fledge.jobs.training.recipe import ServedRecipe
-from fledge.jobs.training.served import open_served_features
-from fledge.jobs.training.target import target_fingerprint
-from fledge.models.weights import load_draft
+from fledge.drafts.weights import load_draft
+from fledge.states.layout import needed_tokens
+from fledge.states.vllm.command import directory_of, layers_of, serve_words
+from fledge.states.vllm.files import STATES, TOKENS, StatesFolder, lock_of, lock_state
+from fledge.states.vllm.server import Patience, VllmServer
+from fledge.states.vllm.source import VllmFeatures
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
+from fledge.train.setup.recipe import ServedRecipe
+from fledge.train.setup.served import open_served_features
+from fledge.train.setup.target import target_fingerprint
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
@@ -71,7 +71,7 @@ def source_of(states, target: TransformersTarget, layers=LAYERS, captured=ALL) -
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fledge.http.FIRST_DELAY", 0.001)
+    monkeypatch.setattr("fledge.io.http.FIRST_DELAY", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_files_that_cannot_be_deleted(target, tmp_path: Path, monkeypatch) -> No
         raise PermissionError(1, "Operation not permitted")
 
     said: list[str] = []
-    monkeypatch.setattr("fledge.features.vllm.server.remove", refuse)
+    monkeypatch.setattr("fledge.states.vllm.server.remove", refuse)
     with FakeVllm(target, tmp_path, ALL) as server:
         source_of(client(server, said.append), target).features(ROW)
     assert len(said) == 2 and "cannot be deleted after its use (Operation not permitted)" in said[1]
@@ -368,9 +368,9 @@ def train_words(made: Path, out: Path, *more: object) -> list[object]:
 @pytest.fixture(scope="module")
 def live(made: Path, tmp_path_factory) -> Path:
     """A run whose target computes the hidden states itself, on the same documents."""
-    from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.train import run
-    from fledge.jobs.training.options import TrainOptions
+    from fledge.commands.train import run
+    from fledge.io.display import ProgressDisplay
+    from fledge.train.setup.options import TrainOptions
 
     out, display = tmp_path_factory.mktemp("live") / "run", ProgressDisplay(quiet=True)
     options = TrainOptions(
@@ -416,7 +416,7 @@ def test_training_from_a_folder(fledge: Fledge, made, loaded, live: Path, tmp_pa
     words = train_words(made, tmp_path / "run", "--features-from", folder, "--features-layers", "0,2,4,5,8")
     ran = fledge(*words)
     assert ran.code == 2 and "lacks the hidden states of" in ran.err and not (tmp_path / "run" / "draft").exists()
-    from fledge.features.vllm import source
+    from fledge.states.vllm import source
 
     (tmp_path / "all").mkdir()
     asked: list[Document] = []

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
-from fledge.json_text import read_json
-from fledge.models import weights
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft, read_draft_config, save_draft
+from fledge.drafts import weights
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft, read_draft_config, save_draft
+from fledge.io.json_text import read_json
 from fledge.targets.compatibility import connect_draft
 from fledge.train.checkpoint import RunDirectory
 from support.commands import python
@@ -486,7 +486,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from support.drafts_on_disk import make, saved
-from fledge.models.weights import save_draft
+from fledge.drafts.weights import save_draft
 from fledge.train.checkpoint import RunDirectory
 from support.runs import save_checkpoint
 here = Path(sys.argv[1])
@@ -760,7 +760,7 @@ def test_metrics_after_a_step_are_dropped_and_half_lines_too(tmp_path):
 
 def test_a_config_without_end_is_not_read(fledge, tmp_path, monkeypatch):
     """Devices have the size 0, and no end."""
-    monkeypatch.setattr("fledge.json_text.MOST_BYTES", 1000)
+    monkeypatch.setattr("fledge.io.json_text.MOST_BYTES", 1000)
     saved(tmp_path / "draft")
     (tmp_path / "draft/config.json").write_text(" " * 1001)
     went = fledge("inspect", tmp_path / "draft")

@@ -23,9 +23,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from fledge.kernels.acceptance import accept_own
-from fledge.kernels.tree_attention import Visible, pack_bits
-from fledge.kernels.ttt_attention import visible
+from fledge.ops.acceptance import accept_own
+from fledge.ops.tree_attention import Visible, pack_bits
+from fledge.ops.ttt_attention import visible
 from fledge.train.plan import plan_steps
 from fledge.types import Packed, Tree, TreeShape
 

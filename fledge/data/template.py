@@ -31,7 +31,7 @@ from fledge.data.chat_fields import (
 from fledge.data.documents import Document
 from fledge.data.limit import ComputeTimeout, EndlessTemplate, limit_compute_time
 from fledge.data.record import Record, check_messages, check_text
-from fledge.fields import check_template_kwargs
+from fledge.io.fields import check_template_kwargs
 
 RENDER_SECONDS = 10.0  # limit of CPU time for one rendering; the longest chats take a few hundredths of a second
 MOST_KNOWN = 64  # sets of arguments whose fields are remembered

@@ -35,7 +35,7 @@ from fledge.data.template import ChatTemplate
 from fledge.data.token_store import SPANS, TOKENS, TokenStore
 from fledge.data.tokenize import default_workers
 from fledge.data.vocab import count_tokens
-from fledge.files import (
+from fledge.io.files import (
     InUse,
     disk_full_errno,
     exclusive_lock,
@@ -44,7 +44,7 @@ from fledge.files import (
     sha256_of,
     sibling_path,
 )
-from fledge.json_text import read_json
+from fledge.io.json_text import read_json
 
 MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 from fledge.data.documents import TokenFile
-from fledge.files import disk_full_errno
+from fledge.io.files import disk_full_errno
 
 TOKENS, SPANS = "tokens.bin", "spans.bin"
 

@@ -29,9 +29,9 @@ from fledge.decode.rounds import (
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
-from fledge.kernels.implementations import current_device
-from fledge.kernels.transfer import to_device
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.ops.implementations import current_device
+from fledge.ops.transfer import to_device
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
 

@@ -31,9 +31,10 @@ from fledge.decode.request import Completion, Request
 from fledge.decode.rounds import EagerWarning, can_capture
 from fledge.decode.scheduler import DecodeLoop
 from fledge.decode.text import TextStream
-from fledge.kernels.implementations import best_impl
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft, read_draft_config
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft, read_draft_config
+from fledge.io.machine import resolve_device
+from fledge.ops.implementations import best_impl
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
@@ -560,21 +561,3 @@ def load(
         return Engine(loaded, template_kwargs=template_kwargs, **drafting)
     loaded_draft = load_draft(draft, device=draft_device or loaded.device, dtype=loaded.dtype)
     return Engine(loaded, loaded_draft, template_kwargs=template_kwargs, **drafting)
-
-
-def resolve_device(device: str) -> str:
-    """The device, with "auto" replaced by "cuda" if there is a GPU, else by "cpu". Raises ValueError for a device that
-    does not exist on this machine, and for other types than CPU and CUDA."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        named = torch.device(device)
-    except RuntimeError as e:
-        raise ValueError(f"{device!r} is not a device; use auto, cpu, cuda, cuda:1, ..") from e
-    if named.type not in ("cpu", "cuda"):
-        raise ValueError(f"fledge runs on CPUs and CUDA GPUs, not on {device}; use auto, cpu, cuda, cuda:1, ..")
-    count = torch.cuda.device_count()
-    if named.type == "cuda" and (named.index or 0) >= count:
-        available = f"{count} CUDA devices, from cuda:0 on" if count else "no CUDA device; use cpu"
-        raise ValueError(f"device {device}: this machine has {available}")
-    return device

@@ -17,9 +17,9 @@ from fledge.decode.sampling import BatchSampling
 from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
 from fledge.decode.sources import CandidateSource, OnePassSource, StepSource
 from fledge.decode.state import RoundState
+from fledge.drafts.draft import Draft
+from fledge.drafts.kv_cache import KVCache
 from fledge.methods import METHODS, MOST_DEPTH, MOST_NODES, Method
-from fledge.models.draft import Draft
-from fledge.models.kv_cache import KVCache
 from fledge.types import Sampling, Tree, TreeShape, check_type
 
 MODES = ("chain", "tree", "parallel")

@@ -24,9 +24,9 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, see
 from fledge.decode.state import RoundState
 from fledge.decode.verify import Processing, verify
-from fledge.kernels.implementations import best_impl, current_device
-from fledge.kernels.pinned_ring import PinnedRing
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.ops.implementations import best_impl, current_device
+from fledge.ops.pinned_ring import PinnedRing
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Tree
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from fledge.kernels.sampling import filtered_argmax, gumbel_argmax, hash_keys
-from fledge.kernels.top_filter import filter_top
-from fledge.kernels.transfer import to_device
+from fledge.ops.sampling import filtered_argmax, gumbel_argmax, hash_keys
+from fledge.ops.top_filter import filter_top
+from fledge.ops.transfer import to_device
 from fledge.types import Sampling, Tree, Verdict
 
 LARGEST = 2**63 - 1  # int64
@@ -95,7 +95,7 @@ class BatchSampling:
         return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
 
     def keys(self, position_BX: Tensor, purpose: int) -> Tensor:
-        """The states (`kernels.sampling`) of each request's draws at some positions (int64), int64 [B, X]."""
+        """The states (`ops.sampling`) of each request's draws at some positions (int64), int64 [B, X]."""
         return hash_keys(self.seed_B[:, None], self.request_B[:, None], position_BX, purpose)
 
     def process(self, logits_BNV: Tensor, seen_BNV: Tensor | None = None) -> Tensor:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fledge.decode.sources import CandidateSource, Front
-from fledge.kernels.argmax import argmax_rows
-from fledge.kernels.dynamic_tree import Candidates, add_level, best_nodes
-from fledge.kernels.implementations import current_device
-from fledge.kernels.likeliest import largest, likeliest
-from fledge.kernels.sampling import DRAFT, gumbel_argmax
-from fledge.kernels.tree_attention import VisibleBits, pack_bits
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.ops.argmax import argmax_rows
+from fledge.ops.dynamic_tree import Candidates, add_level, best_nodes
+from fledge.ops.implementations import current_device
+from fledge.ops.likeliest import largest, likeliest
+from fledge.ops.sampling import DRAFT, gumbel_argmax
+from fledge.ops.tree_attention import VisibleBits, pack_bits
 from fledge.types import Tree, TreeShape
 
 

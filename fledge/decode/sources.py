@@ -21,15 +21,15 @@ from torch.nn import functional as F
 
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
-from fledge.kernels.fresh_rows import FreshRows, fresh_rows
-from fledge.kernels.sampling import TOKEN, coupled
-from fledge.kernels.sdpa import without_cudnn_sdpa
-from fledge.kernels.transfer import to_device
-from fledge.kernels.tree_attention import Visible, VisibleChain
-from fledge.models.decode_layer import CachedRows, Rotation
-from fledge.models.draft import Draft
-from fledge.models.draft_decoder import DraftDecoder
-from fledge.models.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.decode_layer import CachedRows, Rotation
+from fledge.drafts.draft import Draft
+from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.ops.fresh_rows import FreshRows, fresh_rows
+from fledge.ops.sampling import TOKEN, coupled
+from fledge.ops.sdpa import without_cudnn_sdpa
+from fledge.ops.transfer import to_device
+from fledge.ops.tree_attention import Visible, VisibleChain
 
 
 @dataclass(frozen=True)

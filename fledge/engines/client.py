@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx2
 
-from fledge.fields import shortened
-from fledge.http import MOST_BYTES, Http, Passing, ServerProblem, UnusableAnswer, json_objects
+from fledge.io.fields import shortened
+from fledge.io.http import MOST_BYTES, Http, Passing, ServerProblem, UnusableAnswer, json_objects
 
 MOST_TOKENS = 2**20  # of an answer
 MOST_NAME = 200  # characters of a model's name

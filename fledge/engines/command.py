@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fledge.config import DraftConfig
-from fledge.hub import split_revision
+from fledge.io.hub import split_revision
 
 ENGINES = ("vllm", "sglang")
 SWITCHES = {"--enable-metrics"}  # flags without a value, which replace nothing when they are given again

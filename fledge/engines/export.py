@@ -1,6 +1,6 @@
 """The files of a draft as each engine loads them, and what distinguishes them from the files that the draft has.
 
-vLLM, SGLang and SafeAILab's code load most of fledge's own files (`models.weights.draft_files`) as they are. What
+vLLM, SGLang and SafeAILab's code load most of fledge's own files (`drafts.weights.draft_files`) as they are. What
 single engines need in addition is in `LAYOUTS`.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
+from fledge.drafts.weights import DraftFiles, dtype_name, encode_files, portable_tensors
 from fledge.engines.support import unsupported
-from fledge.fields import CONFIG as FLAT_FIELDS
-from fledge.fields import shortened
-from fledge.formats.deviations import FIELDS as REFUSED_FIELDS
-from fledge.formats.layer_ids import to_engine
-from fledge.formats.speculators import is_speculators, speculators_config
-from fledge.formats.tensors import WEIGHTS, stray_readers
-from fledge.models.weights import DraftFiles, dtype_name, encode_files, portable_tensors
+from fledge.io.deviations import FIELDS as REFUSED_FIELDS
+from fledge.io.fields import CONFIG as FLAT_FIELDS
+from fledge.io.fields import shortened
+from fledge.io.layer_ids import to_engine
+from fledge.io.speculators import is_speculators, speculators_config
+from fledge.io.tensors import WEIGHTS, stray_readers
 
 TOKENS = 5  # drafted tokens of a draft whose trained depth is unknown; the default of speculators
 Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, and the tensors

@@ -1,4 +1,4 @@
-"""Acceptance as serving engines count it, in the terms of `fledge.eval.metrics`.
+"""Acceptance as serving engines count it, in the terms of `fledge.measure.metrics`.
 
 vLLM counts in /metrics: drafts (verifications), drafted and accepted tokens, and accepted tokens by position. SGLang
 counts for each request (`meta_info` of /generate): verifications, accepted tokens, and a histogram of the accepted
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fledge.fields import format_value
+from fledge.io.fields import format_value
 
 COUNTED = ("spec_verify_ct", "completion_tokens", "spec_num_correct_drafts", "spec_num_proposed_drafts")
 SAMPLE = re.compile(

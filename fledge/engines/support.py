@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fledge.config import DraftConfig, engine_layers
-from fledge.formats.speculators import CLASSES
+from fledge.io.speculators import CLASSES
 
 ENGINES = ("vllm", "sglang", "safeailab", "speculators")
 SERVERS = ("vllm", "sglang")  # those that serve drafts as they are
@@ -23,6 +23,23 @@ CHECKED = {
 }
 ALL = ENGINES
 Property = Callable[[DraftConfig], bool]
+
+# what a draft does if a field of its config.json is not the one it was trained with
+FIELD_SYMPTOMS = {
+    "rope": "positions are turned by other angles than in training: acceptance falls, the more the longer the text",
+    "norm_output": "the state fed back to the next step is not the one of training: the first drafted token is "
+    "accepted as before, and those after it hardly",
+    "fc_norm": "the hidden states are not normalized as in training: acceptance is near that of chance",
+    "norm_before_fc": "the hidden states are not normalized as in training: acceptance is near that of chance",
+    "norm_before_residual": "the residual stream starts from another state than in training: acceptance falls",
+    "rms_norm_eps": "every norm is a little off: acceptance falls slightly",
+    "mask_token_id": "another embedding stands for unknown tokens: only the first drafted token is accepted as before",
+    "num_attention_heads": "queries are split into other heads than in training: acceptance of a few percent",
+    "num_key_value_heads": "keys are split into other heads than in training: acceptance of a few percent",
+    "head_dim": "heads have another size than in training: acceptance of a few percent",
+    "own_embeddings": "tokens are read through other embeddings than in training: acceptance of a few percent",
+    "method": "the draft is computed by another method than it was trained with",
+}
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from fledge.data.chat_fields import as_sent
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.engines.client import Answer, Client, Decoding
-from fledge.http import BadRequest, ServerProblem, background_loop, key_in
-from fledge.jobs.options import default_new_tokens, parse_dtype, parse_template_kwargs
+from fledge.io.http import BadRequest, ServerProblem, background_loop, key_in
+from fledge.options import default_new_tokens, parse_dtype, parse_template_kwargs
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
-    from fledge.jobs.regenerate import RegenerateOptions
+    from fledge.regenerate.options import RegenerateOptions
 
 NEW_TOKENS = 512  # default of --max-new-tokens
 LONGEST = 2**62  # the context of a server that does not say how long it is

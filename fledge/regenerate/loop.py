@@ -14,14 +14,14 @@ from fledge.data.answering import answered_conversation, count_answers, split_co
 from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
 from fledge.engines.client import Answer
-from fledge.http import BadRequest, ServerProblem
+from fledge.io.http import BadRequest, ServerProblem
 from fledge.regenerate.answerers import Answerer, OwnEngine, Question, ServedModel
 from fledge.regenerate.check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, chat_turn, compare
 from fledge.regenerate.file import AnswersFile
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
-    from fledge.jobs.regenerate import RegenerateOptions
+    from fledge.regenerate.options import RegenerateOptions
 
 
 def regenerate(

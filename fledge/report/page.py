@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fledge.files import check_output_path, replace_text
+from fledge.io.files import check_output_path, replace_text
 from fledge.report.decoding import decoding_figures
 from fledge.report.figure import Table, shown, spanned
-from fledge.report.read import EvalRecord, Material, Run, mapping, number
+from fledge.report.read import EvalRecord, Material, Run, mapping, material_of, number, read
 from fledge.report.training import training_figures
 
+NAME = "report.html"
 MARK = '<meta name="generator" content="fledge report">'
 FEW = 10  # requests below which a result is a hint
 SHOWN_SAMPLES = 6
@@ -148,7 +149,7 @@ def few_requests(records: Sequence[EvalRecord]) -> list[str]:
 
 def pauses(records: Sequence[EvalRecord]) -> list[str]:
     """A sentence on each record in which speculation paused and whose reason is known."""
-    from fledge.eval.metrics import pause_line
+    from fledge.measure.metrics import pause_line
 
     shares = [(r, r.number("paused"), str(r.fields.get("pause_reason") or "")) for r in records]
     return [f"{r.label}: {pause_line(n, reason)}" for r, n, reason in shares if n and reason]
@@ -298,3 +299,29 @@ def _is_sample(value: Any) -> bool:
 
 def _drafted_share(pieces: Sequence[Sequence[Any]]) -> str:
     return f"{sum(by > 0 for _, by in pieces) / max(len(pieces), 1):.0%}"
+
+
+def report_record(record: dict[str, Any], out: str) -> None:
+    """Draws the report of what `fledge eval` returned."""
+    write_report(material_of(record, Path(out).with_suffix("")), out)
+
+
+def report_run(directory: Path, say: Callable[[str], None]) -> None:
+    """Draws the report of a complete run beside its metrics."""
+    _draw_beside(directory, directory / NAME, say)
+
+
+def report_file(record: Path, say: Callable[[str], None]) -> None:
+    """Draws the report of a record of `fledge eval --out` beside it: record.html for record.json."""
+    _draw_beside(record, record.with_name(f"{record.stem}.html"), say)
+
+
+def _draw_beside(source: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Draws the report of a source. A failure is said and raises nothing: the work is done, and `fledge report` can
+    draw it again."""
+    try:
+        write_report(read([source]), out)
+    except Exception as e:
+        say(f"the report {out} was not drawn ({type(e).__name__}: {e}); try fledge report {source}")
+    else:
+        say(f"its report is {out}")

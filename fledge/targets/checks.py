@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fledge.fields import first_line
-from fledge.kernels.sdpa import without_cudnn_sdpa
+from fledge.io.fields import first_line
+from fledge.ops.sdpa import without_cudnn_sdpa
 from fledge.targets.cache import TargetCache
 from fledge.targets.recurrent import RecurrentCache
 from fledge.types import Tree

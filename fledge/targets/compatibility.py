@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fledge.config import DraftConfig, default_aux_layers, engine_layers
-from fledge.models.draft import Draft
-from fledge.models.weights import tokenizer_sha256
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import tokenizer_sha256
 from fledge.targets.interface import Target
 
 

@@ -8,7 +8,7 @@ from types import MethodType
 
 from torch import Tensor, nn
 
-from fledge.kernels.linear import linear
+from fledge.ops.linear import linear
 
 # The weights that some layers compute with now instead of their own. Not an attribute of the layers, since a model that
 # the caller has loaded should compute with its own weights at any other time, and be copied and pickled as before.
@@ -16,7 +16,7 @@ _INSTEAD: dict[nn.Linear, Tensor] = {}
 
 
 def use_few_row_products(model: nn.Module) -> None:
-    """Replaces the forward of every `nn.Linear` of a model by `fledge.kernels.linear`. Leaves subclasses and modules
+    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.linear`. Leaves subclasses and modules
     with a replaced forward as they are."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import RopeConfig, llama_names
-from fledge.kernels.packed_weight import packed_model
-from fledge.kernels.sdpa import without_cudnn_sdpa
-from fledge.kernels.transfer import to_device
+from fledge.ops.packed_weight import packed_model
+from fledge.ops.sdpa import without_cudnn_sdpa
+from fledge.ops.transfer import to_device
 from fledge.targets import checks
 from fledge.targets.attention import heads_per_key, install_attention, to_attention_mask
 from fledge.targets.cache import TargetCache
@@ -37,7 +37,7 @@ class TransformersTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
 
     Hidden states are captured by forward hooks. The model is modified in three ways. longrope's factors are fixed to
     those for `max_length`. An "sdpa" attention is replaced by `targets.attention`. On a CPU, linear layers compute by
-    `kernels.linear`, and while requests are decoded, with copies of their weights (`kernels.packed_weight`). The last
+    `ops.linear`, and while requests are decoded, with copies of their weights (`ops.packed_weight`). The last
     two change speed and rounding only.
 
     The model's layers may be on several devices, as transformers' `device_map` places them. `device` is then the

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fledge.files import (
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import RECIPE, draft_files, save_draft, write_files
+from fledge.io.files import (
     DiskFullError,
     disk_full_errno,
     exclusive_lock,
@@ -36,9 +38,7 @@ from fledge.files import (
     sha256_of,
     sibling_path,
 )
-from fledge.json_text import parse_json, read_json
-from fledge.models.draft import Draft
-from fledge.models.weights import RECIPE, draft_files, save_draft, write_files
+from fledge.io.json_text import parse_json, read_json
 from fledge.train.ranks import ALONE, RankError, Ranks
 
 STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor

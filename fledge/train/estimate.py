@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fledge.kernels.gradients import GradientSums
-from fledge.kernels.loss import SLOTS_PER_GROUP, LossOptions
-from fledge.kernels.ttt_attention import BLOCK
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.ops.gradients import GradientSums
+from fledge.ops.loss import SLOTS_PER_GROUP, LossOptions
+from fledge.ops.ttt_attention import BLOCK
 from fledge.targets.size import TargetBytes, model_bytes
 from fledge.targets.transformers import PASS_TOKENS
 from fledge.train.feed import AHEAD

@@ -29,7 +29,7 @@ from fledge.train.ranks import Ranks
 from fledge.types import Features, Packed
 
 if TYPE_CHECKING:
-    from fledge.models.draft import Draft
+    from fledge.drafts.draft import Draft
     from fledge.targets.interface import TrainingTarget
     from fledge.train.trainer import Progress, Schedule
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.train.objective import Implementation
 from fledge.train.optim import state_bytes
 from fledge.types import Packed

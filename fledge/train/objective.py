@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.gradients import GradientSums, take_rows
-from fledge.kernels.loss import LossOptions, Scores, Teacher, loss_and_gradients
-from fledge.kernels.precision import at_least_float32
-from fledge.kernels.products import padded_rows
-from fledge.kernels.transfer import to_device
-from fledge.kernels.ttt_attention import OwnSteps, ttt_attention
+from fledge.drafts.draft import Draft
+from fledge.drafts.layers import Compute, EmbeddingRows, SharedEmbedding
 from fledge.methods import Method
-from fledge.models.draft import Draft
-from fledge.models.layers import Compute, EmbeddingRows, SharedEmbedding
+from fledge.ops.gradients import GradientSums, take_rows
+from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients
+from fledge.ops.precision import at_least_float32
+from fledge.ops.products import padded_rows
+from fledge.ops.transfer import to_device
+from fledge.ops.ttt_attention import OwnSteps, ttt_attention
 from fledge.train.cod import DropTokens
 from fledge.train.plan import chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
 from fledge.train.simulate import simulate_decoding
@@ -62,7 +62,7 @@ class Objective:
     """The training objective.
 
     `depth` is the number K of TTT steps (EAGLE-1: 1), and step k has weight gamma^k. `loss` is one of
-    `kernels.loss.KINDS`. `keep_out_of_vocab` also scores slots whose teacher argmax is outside the draft's vocabulary.
+    `ops.loss.KINDS`. `keep_out_of_vocab` also scores slots whose teacher argmax is outside the draft's vocabulary.
     `feature_noise` is the scale of EAGLE-1's uniform noise on the input features (EAGLE, section 3.2; 0: none). `drop`
     samples the slots trained at each step (None: all live slots).
     """

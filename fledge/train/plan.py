@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.products import padded_rows
-from fledge.kernels.transfer import to_device
-from fledge.kernels.ttt_attention import BLOCK, Queries, document_blocks
+from fledge.ops.products import padded_rows
+from fledge.ops.transfer import to_device
+from fledge.ops.ttt_attention import BLOCK, Queries, document_blocks
 from fledge.types import Packed
 
 

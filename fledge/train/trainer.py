@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fledge.data.dataset import Rows
-from fledge.kernels.transfer import to_device
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.ops.transfer import to_device
 from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, ReceivedFeatures, deliveries_of_step, feed
@@ -33,6 +33,9 @@ from fledge.train.prefetch import with_features
 from fledge.train.ranks import ALONE, Ranks
 from fledge.train.stopwatch import DRAFT, OPTIMIZER, TARGET, Stopwatch
 from fledge.types import Features, Packed, RowSums
+
+# files that are written together with a draft, by path, made of the draft and its metrics
+Attach = Callable[[Draft, dict[str, Any]], Mapping[str, bytes]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def train(
     *,
     save_dtype: torch.dtype,
     evaluate: Callable[[Draft], dict[str, Any]] | None = None,
-    attach: Callable[[Draft, dict[str, Any]], Mapping[str, bytes]] = lambda draft, metrics: {},
+    attach: Attach = lambda draft, metrics: {},
     resume: bool = False,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
     say: Callable[[str], None] = lambda line: None,

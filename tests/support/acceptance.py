@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fledge.decode.engine import Engine
-from fledge.eval.run import first_prompt
-from fledge.jobs.training import evaluator
+from fledge.measure import evaluator
+from fledge.measure.run import first_prompt
 from fledge.types import Trace
 from support.mutations import replace_function
 from support.targets import read_alone

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 # `fledge`, killed before a small file, named by the first word, has any content
 KILLED_WRITER = """
 import os, signal, sys
-from fledge import files
+from fledge.io import files
 from fledge.cli import main
 name, write = sys.argv.pop(1), files.replace_parts
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fledge.data.documents import Document
 from fledge.decode.engine import Completion, Engine
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import Objective, RowPass
 from support.rows import row_of

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.loss import soft_target_loss_reference
-from fledge.kernels.ttt_attention import ttt_attention_reference
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.ops.loss import soft_target_loss_reference
+from fledge.ops.ttt_attention import ttt_attention_reference
 from fledge.types import Features, Packed
 from support.rows import queries_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
 
@@ -22,8 +22,8 @@ def needs_triton() -> None:
     """Skips the test if Triton is not installed, or if its interpreter is needed and does not work (Triton 3.6 with
     numpy 2.4, where it converts a one-element array to a number)."""
     pytest.importorskip("triton", reason="Triton is not installed; it exists only for Linux")
-    from fledge.kernels.elementwise import silu_mul
-    from fledge.kernels.loss import LossOptions, Teacher, loss_and_gradients
+    from fledge.ops.elementwise import silu_mul
+    from fledge.ops.loss import LossOptions, Teacher, loss_and_gradients
 
     if torch.cuda.is_available():
         return

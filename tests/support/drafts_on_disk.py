@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.config import DraftConfig
-from fledge.models.draft import Draft
-from fledge.models.weights import load_draft, save_draft
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import load_draft, save_draft
 
 V, D, INNER, HEADS, KV, HEAD = 120, 32, 48, 4, 2, 8
 

@@ -10,10 +10,10 @@ import torch
 
 from fledge.data.documents import Document, fingerprint
 from fledge.data.pack import make_row
-from fledge.features.cache import FORMAT, FeatureCache, Manifest
-from fledge.features.codec import PRECISIONS, round_features
-from fledge.features.layout import Layout, Sizes, split_shards
-from fledge.features.writer import FeatureWriter, passes
+from fledge.states.cache import FORMAT, FeatureCache, Manifest
+from fledge.states.codec import PRECISIONS, round_features
+from fledge.states.layout import Layout, Sizes, split_shards
+from fledge.states.writer import FeatureWriter, passes
 from fledge.targets.source import LiveFeatures
 from fledge.types import Features, Packed
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.kernels.gradients import Fp32Accumulator
-from fledge.kernels.loss import LossOptions, Scores, Teacher, loss_and_gradients, soft_target_loss_reference
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
+from fledge.ops.gradients import Fp32Accumulator
+from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients, soft_target_loss_reference
 
 
 def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:

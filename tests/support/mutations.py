@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 
 
 class AlteredDraft:

@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fledge.jobs.display import ProgressDisplay, ResultPrinter
+from fledge.io.display import ProgressDisplay, ResultPrinter
 
 WIDTH = 60
 

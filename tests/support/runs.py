@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.train.checkpoint import RunDirectory
 
 

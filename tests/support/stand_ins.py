@@ -86,11 +86,11 @@ def make_data(root: Path) -> None:
 
 def make_results(root: Path) -> None:
     """Trains the drafts and measures the record that the pages name."""
-    from fledge.jobs.display import ProgressDisplay
-    from fledge.jobs.evaluate import EvalOptions
-    from fledge.jobs.evaluate import run as evaluate
-    from fledge.jobs.train import run
-    from fledge.jobs.training.options import TrainOptions
+    from fledge.commands.evaluate import EvalOptions
+    from fledge.commands.evaluate import run as evaluate
+    from fledge.commands.train import run
+    from fledge.io.display import ProgressDisplay
+    from fledge.train.setup.options import TrainOptions
 
     target, quiet = str(root / MODELS[0]), ProgressDisplay(quiet=True)
     given = {"target": target, "data": [str(root / "chats.jsonl")], "steps": 2, "max_length": 64}
@@ -122,8 +122,8 @@ def replace_hub_data(patch: pytest.MonkeyPatch) -> None:
 
 def replace_engines(patch: pytest.MonkeyPatch, fledge: Callable[..., Ran]) -> None:
     """Engines are installed, but nothing takes the place of this process, in which the check before a start runs."""
+    from fledge.commands import serve
     from fledge.engines import command
-    from fledge.jobs import serve
 
     def check(words: list[str]) -> SimpleNamespace:
         return SimpleNamespace(returncode=fledge(*words[3:]).code)

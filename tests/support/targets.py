@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from fledge.config import DraftConfig
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import DecodingTarget, Target, TrainingTarget
 from fledge.targets.native.target import NativeTarget

@@ -12,7 +12,7 @@ from torch import Tensor
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting, Proposer
 from fledge.decode.state import RoundState
-from fledge.models.draft import Draft
+from fledge.drafts.draft import Draft
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Tree, TreeShape

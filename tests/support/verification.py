@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fledge.kernels.sampling import ACCEPT, RESIDUAL, TOKEN
+from fledge.ops.sampling import ACCEPT, RESIDUAL, TOKEN
 from fledge.types import Sampling
 
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15

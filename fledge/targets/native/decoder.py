@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.decode_layer import add_rms_norm
-from fledge.kernels.few_rows import norm_linear
-from fledge.kernels.implementations import current_device
-from fledge.kernels.rope import cos_sin
-from fledge.models.compiled_layers import CompiledLayers, layers_of
-from fledge.models.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.drafts.compiled_layers import CompiledLayers, layers_of
+from fledge.drafts.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.ops.decode_layer import add_rms_norm
+from fledge.ops.few_rows import norm_linear
+from fledge.ops.implementations import current_device
+from fledge.ops.rope import cos_sin
 from fledge.types import Features
 
 
 class RowAttention(Protocol):
-    """The attention of the rows of a pass: `PackedRows`, or `CachedRows` of `models/decode_layer.py`."""
+    """The attention of the rows of a pass: `PackedRows`, or `CachedRows` of `drafts/decode_layer.py`."""
 
     def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
         """The heads' outputs [M, H d] from the fused projections of M rows, [M, (H + 2 G) d], before RoPE and before

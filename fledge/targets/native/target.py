@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.kernels.few_rows import plain_linear
-from fledge.kernels.implementations import current_device
-from fledge.kernels.packed_attention import PackedAttention
-from fledge.kernels.packed_weight import packed_model
-from fledge.kernels.sdpa import without_cudnn_sdpa
-from fledge.kernels.transfer import to_device
-from fledge.kernels.tree_attention import place_trees
-from fledge.models.decode_layer import CachedRows, LayerWeights, Rotation, queries
-from fledge.models.kv_cache import KVCache, LastRows, PromptRows, SlotPool, TreeRows
+from fledge.drafts.decode_layer import CachedRows, LayerWeights, Rotation, queries
+from fledge.drafts.kv_cache import KVCache, LastRows, PromptRows, SlotPool, TreeRows
+from fledge.ops.few_rows import plain_linear
+from fledge.ops.implementations import current_device
+from fledge.ops.packed_attention import PackedAttention
+from fledge.ops.packed_weight import packed_model
+from fledge.ops.sdpa import without_cudnn_sdpa
+from fledge.ops.transfer import to_device
+from fledge.ops.tree_attention import place_trees
 from fledge.targets.native.decoder import NativeDecoder
 from fledge.targets.native.support import native_problem
 from fledge.targets.transformers import TransformersTarget

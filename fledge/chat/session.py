@@ -1,0 +1,147 @@
+"""A conversation with the target, and the answers in it, decoded with the draft or without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fledge.chat.tints import Pieces
+from fledge.options import default_new_tokens
+from fledge.types import Sampling
+
+if TYPE_CHECKING:
+    from fledge.decode.engine import Engine
+
+NEW_TOKENS = 512  # default maximum of new tokens per answer
+ROOM = 4  # an answer gets at least this part of the context (a quarter), unless it is to be shorter
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer and its cost. `seconds` are those of the engine, prompt included, without the time to show the text.
+    `drafted`: whether it was decoded with the draft; None: there is no draft. `tau` is None without rounds of drafting.
+    `ended`: why it ended."""
+
+    tokens: int
+    seconds: float
+    drafted: bool | None
+    tau: float | None
+    ended: str
+
+    @property
+    def summary(self) -> str:
+        """The line below an answer. It fits 60 columns as long as the numbers are small."""
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        parts = [
+            f"τ {self.tau:.2f}" if self.tau is not None else "",
+            f"{speed:,.{0 if speed >= 10 else 1}f} tokens/s",
+            "" if self.drafted is None else f"draft {'on' if self.drafted else 'off'}",
+            f"{self.tokens:,} token{'s' * (self.tokens != 1)}",
+            self.ended,
+        ]
+        return " · ".join(filter(None, parts))
+
+
+class Session:
+    """A conversation and the engine that answers in it.
+
+    `messages`: what the model sees of the conversation, the system prompt first. With `raw`, it has none, and each text
+    is continued on its own without the chat template. `drafts`: whether the next answer is decoded with the draft.
+    `new_tokens`: the most tokens of an answer. `longest`: the most tokens of a prompt and its answer together.
+
+    Raises ValueError if the chat template does not take the system prompt.
+    """
+
+    def __init__(
+        self, engine: Engine, sampling: Sampling, max_new_tokens: int | None = None, *, system: str | None = None,
+        raw: bool = False,
+    ):  # fmt: skip
+        self.engine, self.sampling, self.raw = engine, sampling, raw
+        self.has_draft = self.drafts = engine.draft is not None
+        drafted = 0 if engine.target.rotary or not self.has_draft else engine.drafting.deepest
+        self.longest = engine.target.context - drafted
+        self.new_tokens = max_new_tokens or default_new_tokens(NEW_TOKENS, self.longest)
+        self._system = [{"role": "system", "content": system}] if system else []
+        if system:
+            asked = [*self._system, {"role": "user", "content": "a"}]
+            engine.template.prompt_ids(asked, where="a chat with this system prompt")
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a new conversation; the system prompt stays."""
+        self.messages: list[dict[str, Any]] = [*self._system]
+        self._answers = 0
+
+    def switch_draft(self, on: bool) -> None:
+        """Decodes the next answers with the draft or without it. Raises ValueError if there is none."""
+        if not self.has_draft:
+            raise ValueError("there is no draft; start fledge chat with --draft")
+        self.drafts = on
+
+    def answer(
+        self, asked: str, show: Callable[[Pieces], None], stopped: Callable[[], bool], say: Callable[[str], None]
+    ) -> Reply:
+        """Answers a text, and adds both to the conversation.
+
+        `show` gets the text in pieces while it is generated. If `stopped` returns True, the answer ends there. `say`
+        gets a message if the conversation does not fit the context any more. Raises ValueError, and leaves the
+        conversation as it was, if the text alone does not fit, or the template refuses it.
+        """
+        from fledge.data.answering import history_message
+        from fledge.decode.proposers import AttributedText
+        from fledge.decode.request import Completion
+        from fledge.measure.metrics import tau
+
+        prompt, ids = self._fit(asked, say)
+        limit = min(self.new_tokens, self.longest - len(ids))
+        done, target = Completion(), self.engine.target
+        text = AttributedText(target.tokenizer, target.stop_ids)
+        stream = self.engine.stream(
+            ids, max_new_tokens=limit, sampling=self.sampling, speculate=self.drafts, request=self._answers, into=done
+        )
+        seconds, ended, cut = 0.0, False, False
+        while not ended and not cut:
+            began = time.perf_counter()
+            ended = next(stream, None) is None
+            seconds += time.perf_counter() - began
+            show(text.take(done))
+            cut = not ended and stopped()
+        stream.close()
+        show(text.finish())
+        if not self.raw:
+            self.messages = [*prompt, history_message(self.engine.template, prompt, ids, done.tokens)]
+        self._answers += 1
+        by_tokens = "token limit" if limit == self.new_tokens else "context full"
+        return Reply(
+            len(done.tokens),
+            seconds,
+            self.drafts if self.has_draft else None,
+            tau([done.trace]) if done.trace.rounds else None,
+            "stopped" if cut else "complete" if done.finish == "stop" else by_tokens,
+        )
+
+    def _fit(self, asked: str, say: Callable[[str], None]) -> tuple[Any, list[int]]:
+        """The prompt for a text, and its token ids. Leaves out as many of the first messages as needed to fit."""
+        try:
+            asked.encode()
+        except UnicodeEncodeError as e:  # Python decodes invalid bytes of standard input as lone surrogates
+            raise ValueError("this text is not UTF-8; convert it to UTF-8") from e
+        messages = [*self.messages, {"role": "user", "content": asked}]
+        prompt: Any = asked if self.raw else messages
+        room = self.longest - min(self.new_tokens, max(1, self.longest // ROOM))
+        first, before = len(self._system), len(messages)
+        while len(ids := self.engine.template.prompt_ids(prompt, where="the conversation")) > room:
+            if len(messages) == first + 1:
+                raise ValueError(
+                    f"this text has {len(ids):,} tokens as a prompt, but the target's context has room for {room:,} "
+                    "before an answer; it was not sent. Shorten it"
+                )
+            del messages[first : first + 2]
+        if dropped := before - len(messages):
+            say(
+                f"the conversation no longer fits the context of {self.longest:,} tokens: its first {dropped} messages "
+                "were dropped (/reset begins anew)"
+            )
+        return prompt, ids

@@ -1,0 +1,1 @@
+"""Compares a draft with the probe that training stored beside it."""

@@ -1,0 +1,550 @@
+"""Checks of a draft's files: with each other, with its target, and with what training recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fledge.check.findings import Finding
+from fledge.check.probe import Probe, ProbeRecord, read_probe
+from fledge.config import DraftConfig, RopeConfig
+from fledge.drafts.health import find_damage
+from fledge.drafts.weights import (
+    CONFIG,
+    FLOATS,
+    complete_config,
+    marked_ids,
+    meta_draft,
+    template_sha256,
+    tensor_problems,
+    vocabulary_sha256,
+)
+from fledge.engines.layers import PLACES, layers_read, value_at
+from fledge.engines.support import FIELD_SYMPTOMS, TITLES
+from fledge.io.deviations import Deviation, deviations
+from fledge.io.fields import format_value, shortened
+from fledge.io.files import read_consistent
+from fledge.io.hub import draft_directory
+from fledge.io.json_text import read_json
+from fledge.io.layer_ids import to_engine
+from fledge.io.speculators import flat_config, is_speculators
+from fledge.io.tensors import (
+    read_tensors,
+    stray_readers,
+    stray_symptom,
+    stray_weights,
+    to_draft_names,
+    weights_file,
+)
+from fledge.targets.compatibility import layers_of, mismatch
+from fledge.targets.interface import UNLIMITED, Target
+
+EMBEDDING = "embed_tokens.weight"
+ADDED_EMBEDDING = (
+    "vLLM reads tokens through it in place of the target's: acceptance of a few percent, or failure if its size differs"
+)
+COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
+SHIFTS = (-2, -1, 1, 2)  # of d2t that are tried against the hash
+MOST_NAMES = 3  # of tensors in a sentence
+SILENT = "vLLM and SGLang load the file without a message, and leave norms at 1 and matrices uninitialized"
+
+CLASS_SYMPTOMS = {  # the fields by which engines choose the class of the draft
+    "architectures": "an engine refuses the draft, or computes it as another kind of draft",
+    "model_type": "an engine computes the layer of another family of models",
+}
+# what engines do where a field that `DraftConfig` does not depend on is not the one that training wrote: its place in
+# config.json, the value that engines take for a missing field, and the symptom
+ENGINE_FIELDS = (
+    ("bias", False, "vLLM and SGLang then add a bias that the file does not have: acceptance falls"),
+    ("draft_vocab_size", None, "SGLang and SafeAILab's code refuse a config without it"),
+    ("num_aux_hidden_states", 3, "vLLM expects so many hidden states in fc (three without the field), and fails"),
+    ("eagle_config.layer_ids", None, "vLLM 0.33 then reads these hidden states of the target"),
+)
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COMPARED = tuple(
+    f.name
+    for f in fields(DraftConfig)
+    if f.name not in ("provenance", "aux_layers", "max_position_embeddings", *SPECIAL_TOKENS)
+)
+# what engines do without a tensor, by a pattern of its name
+MISSING = (
+    (r"lm_head\.weight", "vLLM then uses the target's head and reads draft ids as target ids: acceptance about 0"),
+    (r"norm\.weight", "vLLM and SGLang leave the final norm's gain at 1 without a message: acceptance falls"),
+    (r".*norm.*\.weight", "vLLM and SGLang leave the norm's gain at 1 without a message: acceptance falls"),
+    (r"mask_hidden", "vLLM refuses the draft with parallel_drafting, and drafts one token a pass without it"),
+    (r"d2t", "vLLM then reads draft ids as target ids: acceptance about 0"),
+    (r"embed_tokens\.weight", "engines then use the target's embedding in place of the one of training"),
+)  # fmt: skip
+# what engines do with a tensor that the draft does not have
+UNKNOWN = (
+    (r"norm\.weight", "this method has no final norm: vLLM refuses the file, and SGLang serves it without the norm"),
+    (r"fc_norm\..*", "the config has no fc_norm: vLLM refuses the file, and SGLang leaves the norms out"),
+    (r"embed_tokens\.weight", "the embedding in the file is not used"),
+    (r"input_norm\..*|.*\.bias", "vLLM and SGLang leave it out without a message: acceptance falls if it was trained"),
+)
+
+
+@dataclass(frozen=True)
+class DraftOnDisk:
+    """The files of a draft, read without checking that they fit together.
+
+    `hf` is the content of config.json, in the flat layout, and `config` what fledge reads from it and the tensors.
+    `tensors` have the names of `Draft`'s state dict, `names` are those in the file, and `marked` the target ids that
+    `t2d` marks (`marked_ids`). `speculators` tells whether config.json is in speculators' format, which SGLang does not
+    read. `deviations` are the fields of config.json that fledge refuses elsewhere, and `strays` weight files that are
+    not the draft's.
+    """
+
+    hf: dict[str, Any]
+    config: DraftConfig
+    tensors: dict[str, Tensor]
+    names: Collection[str]
+    marked: Tensor | None
+    speculators: bool
+    deviations: Sequence[Deviation]
+    strays: Sequence[str]
+
+
+def read_files(name: str | Path) -> tuple[DraftOnDisk | Finding, Probe | Finding | None]:
+    """A draft's files and its probe, each of them a finding if it cannot be read; no probe if it has none."""
+    return read_consistent(draft_directory(name), lambda directory: (_read_draft(directory), _read_probe(directory)))
+
+
+def _read_draft(directory: Path) -> DraftOnDisk | Finding:
+    symptom = "engines refuse the draft, or fail while they load it"
+    try:
+        hf = read_json(directory / CONFIG)
+        config = DraftConfig.from_hf(hf, refuse_deviations=False)
+        speculators = is_speculators(hf)
+        flat = flat_config(hf) if speculators else hf
+        odd = deviations(flat, config.family)
+    except (OSError, ValueError) as e:
+        return Finding("config", f"{directory / CONFIG} cannot be used: {e}", symptom, COPY)
+    try:
+        raw = read_tensors(weights_file(directory))
+        tensors = to_draft_names(raw, config)
+        config = complete_config(config, tensors, "fledge" in hf)
+        meta_draft(config)
+        strays = stray_weights(directory, raw)
+    except ValueError as e:
+        return Finding("weights", str(e), symptom, COPY)
+    if config.draft_vocab_size == config.vocab_size and "d2t" in tensors and not tensors["d2t"].any():
+        del tensors["d2t"]  # as `open_draft` does
+    marked = marked_ids(raw, config.vocab_size)
+    return DraftOnDisk(flat, config, tensors, raw.keys(), marked, speculators, odd, strays)
+
+
+def _read_probe(directory: Path) -> Probe | Finding | None:
+    try:
+        return read_probe(directory)
+    except ValueError as e:
+        return Finding("probe", str(e), "nothing can be replayed", "copy the draft again, with its subfolder")
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Sequence[str]) -> list[Finding]:
+    """Tensors that are missing, unknown, of wrong shapes or dtypes, or damaged, and weight files beside the draft's
+    that these engines (keys of TITLES) read. The map d2t is not among them if it is only missing
+    (`vocabulary_findings`)."""
+    sized = meta_draft(draft.config)
+    expected = sized.state_dict()
+    added = _embedding_was_added(draft, record)
+    elsewhere = {"d2t", *([EMBEDDING] if added else [])}
+    problems = {name: text for name, text in tensor_problems(sized, draft.tensors) if name not in elsewhere}
+    missing = [name for name in problems if name not in draft.tensors]
+    unknown = [name for name in problems if name not in expected]
+    keep = f"if the draft was trained with it, its method or {CONFIG} is wrong; else remove it from the file"
+    found = [
+        *_joined(missing, MISSING, SILENT, "missing from the file", COPY),
+        *_joined(unknown, UNKNOWN, "vLLM refuses it, and SGLang ignores it", "not part of such a draft", keep),
+    ]
+    if added:
+        cause = f"{EMBEDDING} is in the file, and was not in training"
+        found.append(Finding("weights", cause, ADDED_EMBEDDING, f"remove {EMBEDDING} from the file"))
+    found += [
+        Finding(
+            "weights", f"{name} lies beside the draft's weights and holds others", stray_symptom(name), f"remove {name}"
+        )
+        for name in draft.strays
+        if set(stray_readers(name)) & set(engines)
+    ]
+    wrong = {n: text for n, text in problems.items() if n not in missing and n not in unknown}
+    kinds = {n: text for n, text in wrong.items() if draft.tensors[n].shape == expected[n].shape}
+    found += [
+        Finding(
+            "weights", cause, "an engine that does not check shapes computes something else: acceptance about 0", cure
+        )
+        for cause, cure in _shape_causes({n: x for n, x in wrong.items() if n not in kinds}, draft.tensors, expected)
+    ]
+    quantized = "an engine that converts the values without the scales of a quantization computes something else"
+    found += [Finding("weights", text, quantized, f"{COPY}, in one of {_listed_floats()}") for text in kinds.values()]
+    readable = ((n, x) for n, x in draft.tensors.items() if x.dtype in FLOATS)
+    found += [Finding("weights", text, "no token of the draft is accepted", COPY) for text in find_damage(readable)]
+    return found
+
+
+def _embedding_was_added(draft: DraftOnDisk, record: ProbeRecord | None) -> bool:
+    """Whether the draft has an embedding of its own, and had none when fledge wrote it."""
+    own = draft.hf.get("fledge", {}).get("own_embeddings")
+    trained = record.draft_config.own_embeddings if record else own
+    return EMBEDDING in draft.tensors and trained is False
+
+
+def _listed_floats() -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+
+
+def _joined(
+    names: Sequence[str], table: Sequence[tuple[str, str]], otherwise: str, what: str, cure: str
+) -> Iterator[Finding]:
+    """A finding for the tensors with the same symptom in a table."""
+    by_symptom: dict[str, list[str]] = {}
+    for name in names:
+        by_symptom.setdefault(_by_name(table, name) or otherwise, []).append(name)
+    for symptom, alike in by_symptom.items():
+        more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
+        listed = ", ".join(map(shortened, alike[:MOST_NAMES])) + more
+        yield Finding("weights", f"{listed} {'is' if len(alike) == 1 else 'are'} {what}", symptom, cure)
+
+
+def _by_name(table: Sequence[tuple[str, str]], name: str) -> str:
+    return next((text for pattern, text in table if re.fullmatch(pattern, name)), "")
+
+
+def _shape_causes(
+    wrong: Mapping[str, str], tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str]]:
+    """The cause and cure of each tensor of a wrong shape."""
+    rest = dict(wrong)
+    for name, text in wrong.items():
+        shape, wanted = tensors[name].shape, expected[name].shape
+        partner = next(
+            (n for n in rest if n != name and tensors[n].shape == wanted and expected[n].shape == shape), None
+        )
+        if name not in rest:
+            continue
+        if partner:
+            yield (
+                f"{name} and {partner} are swapped: each has the shape of the other",
+                "exchange their names in the file",
+            )
+            del rest[partner]
+        elif len(shape) == 2 and shape == wanted[::-1]:
+            yield f"{name} is transposed: it has shape {list(shape)} in place of {list(wanted)}", "transpose it"
+        else:
+            yield text, COPY
+        del rest[name]
+
+
+# -- vocabulary -------------------------------------------------------------------------------------------------------
+
+
+def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[Finding]:
+    """What is wrong with the map between the vocabularies of draft and target."""
+    config, d2t = draft.config, draft.tensors.get("d2t")
+    W, V = config.draft_vocab_size, config.vocab_size
+    cure = "copy the draft again; d2t[i] is the target's id of draft token i, minus i"
+    served = "engines then verify other tokens than the draft means: acceptance about 0"
+    if W == V:
+        if d2t is None:
+            return []
+        cause = "d2t is in the file, but the draft has the whole vocabulary"
+        return [Finding("vocabulary", cause, "vLLM 0.33 refuses it", "remove d2t from the file")]
+    if d2t is None:
+        cause = f"d2t is missing, and the draft predicts {W:,} of {V:,} tokens"
+        return [Finding("vocabulary", cause, _by_name(MISSING, "d2t"), cure)]
+    if d2t.shape != (W,) or d2t.is_floating_point():
+        cause = f"d2t has shape {list(d2t.shape)} and dtype {str(d2t.dtype).split('.')[-1]}, not [{W}] and int64"
+        return [Finding("vocabulary", cause, served, cure)]
+    ids, first = d2t + torch.arange(W), torch.arange(W)
+    known = record.draft_config.provenance.vocabulary_sha256 if record else config.provenance.vocabulary_sha256
+    listed = draft.marked
+
+    def right(found: Tensor) -> bool:
+        if known:
+            return vocabulary_sha256(found) == known
+        return listed is not None and torch.equal(found, listed)
+
+    in_order = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < V
+    off = _distance(ids, listed) or next((s for s in SHIFTS if known and right(ids - s)), 0)
+    if not in_order or (known and not right(ids)) or (not known and not right(ids) and (not d2t.any() or off)):
+        cause = (
+            "it is not the vocabulary map of training" if in_order else "its ids are not ascending within the target's"
+        )
+        if not d2t.any():
+            cause = "all of it is zero, so that draft ids are taken for target ids"
+        elif right(d2t):
+            cause = "it holds the target's ids in place of their distances from the draft's ids"
+        elif off and right(ids - off):
+            cause = f"every entry is {abs(off)} too {'large' if off > 0 else 'small'}"
+            cause += "" if known else ", by the ids that t2d marks"
+            mend = f"{'subtract' if off > 0 else 'add'} {abs(off)}"
+            cure = f"{mend}, or {cure}" if known else f"{cure}; if t2d is known to be right, {mend}"
+        elif turn := next((s for s in (-1, 1) if right(first + d2t.roll(-s))), None):
+            cause = f"its entries are moved by {abs(turn)} place"
+        return [Finding("vocabulary", f"d2t is wrong: {cause}", served, cure)]
+    if listed is not None and not torch.equal(listed, ids):
+        return [
+            Finding(
+                "vocabulary", "t2d and d2t contradict each other: t2d marks other tokens as the draft's",
+                "vLLM and SGLang read d2t, and SafeAILab's code and trainers t2d: continued training is wrong",
+                _contradiction_cure(bool(known)),
+            )
+        ]  # fmt: skip
+    return []
+
+
+def _distance(ids: Tensor, listed: Tensor | None) -> int:
+    """The constant by which ids are larger than those that t2d marks; 0 if there is none, or no t2d."""
+    if listed is None or listed.shape != ids.shape:
+        return 0
+    distances = (ids - listed).unique()
+    return int(distances[0]) if distances.numel() == 1 else 0
+
+
+def _contradiction_cure(d2t_is_right: bool) -> str:
+    """The cure for a t2d that contradicts d2t, which may have been compared with its hash."""
+    again = "write t2d again: true for the target's ids that d2t maps to"
+    return (
+        again if d2t_is_right else f"copy the draft again, as either may be wrong; if d2t is known to be right, {again}"
+    )
+
+
+# -- config -----------------------------------------------------------------------------------------------------------
+
+
+def layer_findings(
+    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
+) -> tuple[list[Finding], list[str]]:
+    """Findings and notes about the lists of the target's layers in config.json that these engines read, compared with
+    each other and with those of training."""
+    try:
+        ours = tuple(sorted(layers_of(draft.config, target)))
+        read = {engine: layers_read(draft.hf, engine, target.num_layers) for engine in engines}
+    except ValueError as e:
+        return [Finding("layers", str(e), "engines refuse the draft", COPY)], []
+    trained = tuple(record.layers) if record else ours
+    readers = {"fledge": ("fledge.aux_layers", ours, list(trained))}
+    readers |= {TITLES[e]: (PLACES[e], layers, to_engine(trained, e)) for e, layers in read.items() if layers}
+    wrong: dict[tuple[int, ...], list[_Reader]] = {}
+    notes = []
+    for name, (place, layers, wanted) in readers.items():
+        reader = _Reader(name, place, wanted)
+        elsewhere = record is None and "fledge" not in draft.hf
+        if layers != trained and elsewhere and value_at(draft.hf, place) is None:
+            # whoever made the draft may not have meant this engine
+            finding = _layer_finding([reader], layers, trained)
+            notes.append(f"{finding.cause}. Before serving it there, {finding.cure}.")
+        elif layers != trained:
+            wrong.setdefault(layers, []).append(reader)
+    return [_layer_finding(alike, layers, trained) for layers, alike in wrong.items()], notes
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """What reads a list of layers, where it is in config.json, and what the list should be."""
+
+    name: str
+    place: str
+    wanted: list[int]
+
+
+def _layer_finding(readers: Sequence[_Reader], read: Sequence[int], trained: Sequence[int]) -> Finding:
+    """The finding for readers that read the same layers, which are not those of training."""
+    distances = {a - b for a, b in zip(read, trained, strict=False)} if len(read) == len(trained) else set()
+    kind = ""
+    if distances in ({1}, {-1}):
+        kind = f": every layer is moved {'up' if distances == {1} else 'down'} by one, as where inputs and outputs of "
+        kind += "layers are confused (vLLM numbers inputs, SGLang outputs)"
+    names = " and ".join(f"{r.name} ({r.place})" for r in readers) + (" reads" if len(readers) == 1 else " read")
+    return Finding(
+        "layers",
+        f"{names} the hidden states {list(read)} in place of {list(trained)}{kind}",
+        "the checkpoint loads without a message, and acceptance falls, often to that of chance",
+        "set " + " and ".join(f"{r.place} to {r.wanted}" for r in readers),
+    )
+
+
+def config_findings(
+    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
+) -> list[Finding]:
+    """Fields of config.json that are not those of training, that contradict each other, or that these engines refuse or
+    misread."""
+    config, hf = draft.config, draft.hf
+    found = [Finding("config", odd.cause, odd.symptom, odd.cure) for odd in draft.deviations]
+    for name, symptom in CLASS_SYMPTOMS.items() if record and not draft.speculators else ():
+        if hf.get(name) != record.config.get(name):
+            now, before = (_short_json(x.get(name)) for x in (hf, record.config))
+            found.append(
+                Finding("config", f"{name} is {now} in {CONFIG}, and was {before} in training", symptom,
+                        f"set it back to {before}; fledge export writes what another engine needs")
+            )  # fmt: skip
+    changed = changed_fields(config, record) if record else []
+    if _embedding_was_added(draft, record):  # not a field of config.json, see `weight_findings`
+        changed = [each for each in changed if each[0] != "own_embeddings"]
+    for name, now, before in changed:
+        symptom = FIELD_SYMPTOMS.get(name, "the draft is computed otherwise than it was trained: acceptance falls")
+        found.append(
+            Finding("config", f"{_shown_name(name)} is {now} in {CONFIG}, and was {before} in training", symptom,
+                    f"set it back to {before}")
+        )  # fmt: skip
+    if record and not draft.speculators:
+        found += _engine_findings(draft, record, {name for name, *_ in changed})
+    if not any(f.cause.startswith("RoPE") for f in found) and (problem := _rope_contradiction(hf)):
+        symptom = "SafeAILab's code reads the first, vLLM and SGLang the second: one of them turns positions wrongly"
+        found.append(Finding("config", problem, symptom, "make both those of training"))
+    if "sglang" not in engines:
+        return found
+    limit, context = config.max_position_embeddings, target.context
+    if limit < context < UNLIMITED:
+        found.append(
+            Finding("config", f"max_position_embeddings is {limit:,}, and the target's context is {context:,}",
+                    "SGLang refuses to start with this draft", f"set max_position_embeddings to {context:,}")
+        )  # fmt: skip
+    if hf.get("tie_word_embeddings") is True and not config.family.borrows_head:
+        found.append(
+            Finding("config", "tie_word_embeddings is true, but the draft has a head of its own",
+                    "SGLang then uses the embedding as head: acceptance about 0", "set tie_word_embeddings to false")
+        )  # fmt: skip
+    return found
+
+
+def _engine_findings(draft: DraftOnDisk, record: ProbeRecord, known: Container[str]) -> Iterator[Finding]:
+    """Fields of ENGINE_FIELDS that are not those of training, without the names of known findings."""
+    for place, default, symptom in ENGINE_FIELDS:
+        now, before = (value_at(hf, place) for hf in (draft.hf, record.config))
+        if place in known or (default if now is None else now) == (default if before is None else before):
+            continue
+        if place == "bias" and draft.config.family.fuses_embedding:  # of fc, which the weights decide
+            continue
+        was, cure = f"was {_short_json(before)} in training", f"set it back to {_short_json(before)}"
+        if before is None:
+            was, cure = "training wrote none", f"remove {place}"
+        is_now = "missing" if now is None else _short_json(now)
+        yield Finding("config", f"{place} is {is_now} in {CONFIG}, and {was}", symptom, cure)
+
+
+def changed_fields(config: DraftConfig, record: ProbeRecord) -> list[tuple[str, str, str]]:
+    """The fields of a draft's config that differ from the recorded ones: (name, value now, value before)."""
+    before = record.draft_config
+    return [
+        (name, *_shown(name, getattr(config, name), getattr(before, name)))
+        for name in COMPARED
+        if getattr(config, name) != getattr(before, name)
+    ]
+
+
+def _short_json(value: Any) -> str:
+    return shortened(json.dumps(value))
+
+
+def _shown_name(name: str) -> str:
+    return {"rope": "RoPE"}.get(name, name)
+
+
+def _shown(name: str, now: Any, before: Any) -> tuple[str, str]:
+    """Two values as text; of two RoPE configs, the fields that differ."""
+    if name != "rope":
+        return format_value(now), format_value(before)
+    names = [f.name for f in fields(RopeConfig) if getattr(now, f.name) != getattr(before, f.name)]
+    return tuple(", ".join(f"{n} {format_value(getattr(rope, n))}" for n in names) for rope in (now, before))
+
+
+def _rope_contradiction(hf: dict[str, Any]) -> str:
+    """How the two ways of writing RoPE in a config.json contradict each other; empty if they do not."""
+    older = {k: v for k, v in hf.items() if k != "rope_parameters"}
+    newer = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
+    if not hf.get("rope_parameters") or not (hf.get("rope_theta") or hf.get("rope_scaling")):
+        return ""
+    try:
+        first, second = RopeConfig.from_hf(older), RopeConfig.from_hf(newer)
+    except ValueError:
+        return ""  # an incomplete one, which the other completes
+    if first == second:
+        return ""
+    now, before = _shown("rope", first, second)
+    return f"rope_theta and rope_scaling say {now}, and rope_parameters say {before}"
+
+
+def norm_output_note(draft: DraftOnDisk) -> str:
+    """What `norm_output` may have meant in training; empty for a draft that SpecForge cannot have trained."""
+    config = draft.config
+    by_specforge = "fledge" not in draft.hf and any(name.startswith("midlayer.") for name in draft.names)
+    if not config.norm_output or config.family.one_pass or not by_specforge:
+        return ""
+    return (
+        "norm_output is true. With this field, SpecForge before its pull request 879 (September 2026) fed the state "
+        "before the norm back in training, while fledge and all engines feed the normed state back: drafted tokens "
+        "after the first are accepted less often. If such a version trained this draft, remove norm_output from "
+        f"{CONFIG}, which gives the draft of training. fledge check decodes with and without norm_output."
+    )
+
+
+def target_findings(draft: DraftOnDisk, target: Target) -> list[Finding]:
+    """Why the draft does not fit the target."""
+    problem = mismatch(draft.config, target)
+    return [
+        Finding("target", f"the draft does not fit {target.name}: {problem}", "engines fail, or accept almost no token",
+                "serve it with the target that it was trained for")
+    ] if problem else []  # fmt: skip
+
+
+def rope_note(draft: DraftOnDisk, target: Target) -> str:
+    """How a draft's RoPE differs from its target's; empty if it does not, or where that is not known."""
+    known = draft.config.provenance.max_length or draft.config.max_position_embeddings
+    try:
+        theirs = RopeConfig.from_hf(target.shape).for_length(known)
+    except ValueError:
+        return ""
+    if theirs == draft.config.rope:
+        return ""
+    now, other = _shown("rope", draft.config.rope, theirs)
+    return f"its RoPE has {now}, and the target's {other}; wrong unless it was trained so."
+
+
+# -- template ---------------------------------------------------------------------------------------------------------
+
+
+def template_findings(
+    draft: DraftOnDisk, target: Target, record: ProbeRecord, renders: Mapping[str, Sequence[str]]
+) -> tuple[list[Finding], list[str]]:
+    """Findings and notes about the chat template. `renders` are the chats of the record as the target's template
+    renders them with the template arguments in config.json ("now") and with those of training ("before")."""
+    kwargs, before = draft.config.provenance.template_kwargs, record.draft_config.provenance
+    symptom = "the draft sees other text than in training: acceptance falls, by little or by much"
+    same_file = before.template_sha256 == template_sha256(target.tokenizer)
+    if list(renders["before"]) != record.chats:
+        if same_file:
+            return [], [
+                "the chat template renders a chat otherwise than when the draft was trained, e.g. another date."
+            ]
+        cure = "use the chat template of training with this draft, or train it on chats with the new one"
+        shown = _first_difference(record.chats, renders["before"])
+        return [Finding("template", f"the target's chat template is not that of training: {shown}", symptom, cure)], []
+    if kwargs != before.template_kwargs:
+        if list(renders["now"]) == record.chats:
+            return [], [f"template_kwargs are {kwargs}, and were {before.template_kwargs}; the chats are the same."]
+        shown = _first_difference(record.chats, renders["now"])
+        cause = f"template_kwargs are {kwargs}, and were {before.template_kwargs} in training (thinking mode): {shown}"
+        return [Finding("template", cause, symptom, f"set them to {before.template_kwargs}")], []
+    if not same_file:
+        return [], ["the chat template's text is not that of training, but it renders the recorded chats as before."]
+    return [], []
+
+
+def _first_difference(before: Sequence[str], now: Sequence[str]) -> str:
+    """Where the first of some texts that differ differ."""
+    if len(before) != len(now):
+        return "it renders other chats"
+    a, b = next((x, y) for x, y in zip(before, now, strict=True) if x != y)
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return f"a chat has {b[at : at + 60]!r} where it had {a[at : at + 60]!r}"

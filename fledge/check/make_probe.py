@@ -1,0 +1,148 @@
+"""Makes the probe that `fledge check` computes again, and which is written together with each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fledge.check.probe import (
+    CONTEXT,
+    Excerpt,
+    ProbeDecoding,
+    ProbeRecord,
+    decode,
+    excerpt_range,
+    first_supervised,
+    probe_files,
+    render_chats,
+    rounded_copy,
+    spacings,
+)
+from fledge.data.dataset import Rows
+from fledge.data.documents import Document
+from fledge.data.pack import make_row
+from fledge.drafts.draft import Draft
+from fledge.measure.prompts import spread
+from fledge.options import default_new_tokens
+from fledge.states.codec import PRECISIONS
+from fledge.train.ranks import Ranks
+from fledge.train.setup.recipe import Recipe
+from fledge.train.setup.target import PreparedTarget, target_fingerprint
+from fledge.train.trainer import Attach
+
+PROMPTS = 8  # most prompts that are decoded
+NEW_TOKENS = 32  # of each answer
+SHORT_PROMPT = 16  # a document with fewer tokens before its first supervised one is cut in its middle
+FEWEST_DOCUMENTS = 256  # documents among which the one for the excerpt is chosen
+
+
+def nothing(draft: Draft, metrics: dict[str, Any]) -> Mapping[str, bytes]:
+    """No files."""
+    return {}
+
+
+def make_probe(
+    recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, dtype: torch.dtype, ranks: Ranks,
+    say: Callable[[str], None],
+) -> Attach:  # fmt: skip
+    """A function that makes the files of a draft's probe, for `trainer.train`, which saves drafts in `dtype`.
+
+    The probe's hidden states are computed, or read from the disk, now. They are those of one training document, and its
+    prompts are the beginnings of others. Only rank 0 needs them, but the ranks of a sharded target compute together.
+    """
+    if ranks.target_ranks:
+        if ranks.leads:
+            say("the draft is written without a probe for fledge check, as its ranks do not hold the target")
+        return nothing
+    if not ranks.leads and not prepared.target.sharded:
+        return nothing
+    index = _document(rows)
+    document = rows.documents[index]
+    start, end, steps = excerpt_range(document)
+    length = len(document.tokens)
+    features = prepared.source.features(make_row([document], length, sources=[index]))
+    states_TAD = draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
+    excerpt = Excerpt(torch.from_numpy(document.tokens[:end]).long(), states_TAD, steps)
+    record = ProbeRecord(
+        layers=list(prepared.layers),
+        precision=_precision(recipe, prepared),
+        steps=steps,
+        spacings=spacings(excerpt, prepared.max_length),
+        # of a target that vLLM runs, quantized weights are not loaded here
+        target_sha256="" if recipe.served else target_fingerprint(prepared.target),
+        chats=render_chats(prepared.template),
+    )
+    measure = _decoder(recipe, prepared, rows.documents) if prepared.decodes else None
+
+    def attach(draft: Draft, metrics: dict[str, Any]) -> Mapping[str, bytes]:
+        try:
+            decoding = measure(draft, dtype) if measure else None
+            if not ranks.leads:
+                return {}
+            known = replace(record, step=metrics["step"], eval_tau=metrics.get("eval_tau"), decoding=decoding)
+            return probe_files(draft, dtype, excerpt, known)
+        except Exception as e:  # e.g. no memory is left; the draft must be saved all the same
+            say(f"the draft is written without a probe for fledge check: {type(e).__name__}: {e}")
+            return {}
+
+    return attach
+
+
+def _document(rows: Rows) -> int:
+    """The index of the document for the excerpt: one of the first row's with the most tokens from its first supervised
+    one on, up to what an excerpt holds."""
+    indices = rows.epoch(0)[0][:FEWEST_DOCUMENTS]
+
+    def tokens(index: int) -> tuple[int, int]:
+        start, end, _ = excerpt_range(rows.documents[index])
+        return end - start, -index
+
+    return max(indices, key=tokens)
+
+
+def _precision(recipe: Recipe, prepared: PreparedTarget) -> str:
+    """The name in PRECISIONS, or of the dtype, of the hidden states that the draft reads."""
+    if recipe.served:
+        return "bfloat16"  # as vLLM computes most targets; the dtype here is only that of the head
+    if not recipe.features:
+        return str(prepared.target.dtype).removeprefix("torch.")
+    name = recipe.features.manifest.precision
+    return name if recipe.method.reads_layers else str(PRECISIONS[name].last).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """Decodes some prompts with the draft as it is saved."""
+
+    prepared: PreparedTarget
+    prompts: list[list[int]]
+    new_tokens: int
+    depth: int
+
+    def __call__(self, draft: Draft, dtype: torch.dtype) -> ProbeDecoding:
+        target = self.prepared.target
+        if draft.dtype != dtype:
+            draft = rounded_copy(draft, dtype).to(target.device, target.dtype)
+        return decode(target, draft, self.prompts, self.new_tokens, self.depth)
+
+
+def _decoder(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document]) -> _Decoder | None:
+    """None if the target's context has no room."""
+    target, depth = prepared.target, recipe.depth
+    new_tokens = default_new_tokens(NEW_TOKENS, target.context)
+    room = min(CONTEXT, target.context - new_tokens - depth)
+    if room < 1 or new_tokens < 2:
+        return None
+    chosen = (documents[i] for i in spread(list(range(len(documents))), PROMPTS))
+    return _Decoder(prepared, [_prompt(document, room) for document in chosen], new_tokens, depth)
+
+
+def _prompt(document: Document, longest: int) -> list[int]:
+    """The tokens of a document before its first supervised one, or its first half if these are few."""
+    before = first_supervised(document)
+    if before < SHORT_PROMPT:
+        before = max(len(document.tokens) // 2, 1)
+    return document.tokens[: min(before, longest)].tolist()

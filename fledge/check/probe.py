@@ -1,0 +1,400 @@
+"""The probe of a draft: what it was given and what it computed when it was trained, stored in its directory.
+
+`fledge train` writes it and `fledge check` computes it again, which shows whether target and draft still are what they
+were. The files are in a subfolder, which vLLM, SGLang, SafeAILab's code and transformers do not look into.
+
+    T tokens of the window    S slots    K steps    J draft ids with stored logits    R spacings of positions
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fledge.config import DraftConfig
+from fledge.data.documents import Document
+from fledge.drafts.draft import Draft
+from fledge.drafts.weights import build_draft, config_json
+from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative
+from fledge.io.hub import draft_directory
+from fledge.io.json_text import read_json
+from fledge.measure.metrics import committed_per_round
+from fledge.states.codec import PRECISIONS
+from fledge.targets.interface import DecodingTarget
+from fledge.train.objective import Objective, RowPass
+from fledge.types import Features, Packed
+
+FOLDER = "fledge"
+TENSORS, RECORD = f"{FOLDER}/probe.safetensors", f"{FOLDER}/record.json"
+FORMAT = 1
+SLOTS = 16  # slots whose logits are stored
+STEPS = 5  # most drafted steps of each
+CONTEXT = 256  # most tokens of the document, from its start on
+BEFORE = 4  # tokens of the window before the first supervised token
+IDS = 32  # draft ids whose logits are stored, evenly spaced over the draft's vocabulary
+FAR = 4096  # most positions over which the slots are spread when RoPE is tried far away
+CHAT = (
+    {"role": "user", "content": "Name a colour."},
+    {"role": "assistant", "content": "Blue."},
+    {"role": "user", "content": "Another one."},
+)
+
+_CHATS = list_of(Kind("a string of at most 100,000 characters", lambda x: isinstance(x, str) and len(x) <= 100_000), 8)
+_IDS = list_of(integer(0, 2**24), 4096)
+_COUNTS = list_of(integer(0, 2**20), 256)
+_RECORD = {
+    "format": integer(1, FORMAT),
+    "versions": OBJECT,
+    "config": OBJECT,
+    "tensors": OBJECT,
+    "target_sha256": TEXT,
+    "chats": _CHATS,
+    "precision": Kind(f"float64 or one of {', '.join(PRECISIONS)}", lambda x: x in ("float64", *PRECISIONS)),
+    "layers": LAYERS,
+    "steps": integer(1, STEPS),
+    "spacings": list_of(integer(1, FAR), 4),
+    "decoding": OBJECT,
+    "step": integer(0, 2**40),
+    "eval_tau": non_negative(1e3),
+}
+_DECODING = {
+    "prompts": list_of(_IDS, 256),
+    "new_tokens": integer(1, 4096),
+    "depth": integer(1, 64),
+    "committed": _COUNTS,
+    "rounds": _COUNTS,
+    "dtype": TEXT,
+}
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """The start of a training document, int64 [N], and the target's hidden states that a draft reads at its last T
+    tokens, bfloat16 [T, A, D]. `steps` is the number K of drafted steps."""
+
+    token_N: Tensor
+    states_TAD: Tensor
+    steps: int
+
+    @property
+    def start(self) -> int:
+        """The position of the first token with hidden states."""
+        return self.token_N.numel() - self.states_TAD.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """The number S of slots from which all K steps can be drafted within the excerpt."""
+        return self.states_TAD.shape[0] - 1 - self.steps
+
+
+@dataclass(frozen=True)
+class ProbeDecoding:
+    """Greedy decoding of some prompts (token ids) with the draft in chains of `depth`: the tokens committed and the
+    rounds of each answer of at most `new_tokens`, and the dtype in which it was decoded."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    depth: int
+    committed: list[int]
+    rounds: list[int]
+    dtype: str
+
+    @property
+    def tau(self) -> float:
+        """The tokens committed per round; 0 if there were no rounds."""
+        return sum(self.committed) / sum(self.rounds) if any(self.rounds) else 0.0
+
+    def error_against(self, before: ProbeDecoding) -> float:
+        """The standard error of the difference between this `tau` and that of an earlier decode of the same prompts, as
+        a difference of two ratios of sums over answers (paired, since a prompt may be easy or hard in both)."""
+        n = len(self.rounds)
+        if n < 2 or not any(self.rounds) or not any(before.rounds):
+            return 0.0
+        pairs = zip(self._influences(), before._influences(), strict=True)
+        return (n / (n - 1) * sum((a - b) ** 2 for a, b in pairs)) ** 0.5
+
+    def _influences(self) -> list[float]:
+        """How much each answer moves `tau`, to first order."""
+        total = sum(self.rounds)
+        return [(c - self.tau * r) / total for c, r in zip(self.committed, self.rounds, strict=True)]
+
+
+@dataclass(frozen=True)
+class ProbeRecord:
+    """What is known of a draft when it is written.
+
+    `config` is its config.json, `tensors` the `tensor_sha256` of its weights by the names of `Draft`'s state dict.
+    `layers` are the target's layers that it reads, numbered as in `TrainingTarget.features` (EAGLE-1: none).
+    `precision` is that of the features it was trained on. `chats` are texts that the target's template rendered
+    (`render_chats`). `spacings` are the distances between the positions of neighbouring slots in `replay`. `decoding`
+    is None if the target could not decode. `step` is the step of training and `eval_tau` the τ measured there.
+    """
+
+    layers: list[int]
+    precision: str
+    steps: int
+    spacings: list[int]
+    target_sha256: str
+    chats: list[str]
+    step: int = 0
+    eval_tau: float | None = None
+    decoding: ProbeDecoding | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def draft_config(self) -> DraftConfig:
+        return DraftConfig.from_hf(self.config)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An excerpt, what a draft computes from it, and the record.
+
+    `id_U` are the distinct tokens that the draft reads there, ascending, and `embedding_UE` their embeddings. `id_J`
+    are ids of the draft's vocabulary, and `logits_RKSJ` are what `replay` returned for them. `head_JE` are the rows of
+    the target's head for them if the draft uses that head (EAGLE-1).
+    """
+
+    excerpt: Excerpt
+    id_U: Tensor
+    embedding_UE: Tensor
+    id_J: Tensor
+    head_JE: Tensor | None
+    logits_RKSJ: Tensor
+    record: ProbeRecord
+
+
+# -- making -----------------------------------------------------------------------------------------------------------
+
+
+def excerpt_range(document: Document) -> tuple[int, int, int]:
+    """The [start, end) tokens of a document of 3 tokens or more for an excerpt, and its number of steps. The window
+    begins shortly before the first supervised token, if that is not too far from the document's start."""
+    n = len(document.tokens)
+    K = min(STEPS, n - 2)
+    T = min(SLOTS + 1 + K, n)
+    start = max(0, min(first_supervised(document) - BEFORE, n - T, CONTEXT - T))
+    return start, start + T, K
+
+
+def first_supervised(document: Document) -> int:
+    """The index of the first supervised token; 0 if there is none."""
+    return int((document.spans >= 0).argmax())
+
+
+def spacings(excerpt: Excerpt, max_length: int) -> list[int]:
+    """The distances between neighbouring positions in `replay`: 1, and one that spreads the window over the trained
+    length, where RoPE's low frequencies show."""
+    return sorted({1, max(1, min(max_length, FAR) // excerpt.states_TAD.shape[0])})
+
+
+def render_chats(template: Any) -> list[str]:
+    """A question, and a chat of three messages, as a `ChatTemplate` renders them as prompts. Empty if there is no chat
+    template; leaves out a chat that the template refuses."""
+    rendered = []
+    for messages in (CHAT[:1], CHAT) if template.tokenizer.chat_template is not None else ():
+        try:
+            rendered.append(template.render(messages, prompt=True))
+        except ValueError:
+            continue
+    return rendered
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """A hash of a tensor's values as float32 (or int64), so that it is the same in each dtype that has all of them."""
+    wide = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else torch.int64).contiguous()
+    return hashlib.sha256(wide.numpy()).hexdigest()
+
+
+def rounded_copy(draft: Draft, dtype: torch.dtype) -> Draft:
+    """A copy on the CPU in float32 of the draft as it is when it was saved in `dtype` and loaded again."""
+    tensors = {name: x.detach().cpu() for name, x in draft.state_dict().items()}
+    tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+    return build_draft(draft.config, tensors)
+
+
+def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: ProbeRecord) -> dict[str, bytes]:
+    """The files of a draft's probe, by their paths in its directory. `draft` is connected to its target and is saved in
+    `dtype`. The config, the tensors and the versions of `record` are set here."""
+    copy, config = rounded_copy(draft, dtype), draft.config
+    tokens = excerpt.token_N[excerpt.start :]
+    mask = [] if config.mask_token_id is None else [torch.tensor([config.mask_token_id])]
+    id_U = torch.cat([tokens, *mask]).unique()
+    id_J = torch.linspace(0, config.draft_vocab_size - 1, min(IDS, config.draft_vocab_size)).round().long()
+    rows = {"embedding": draft.embedding[id_U.to(draft.embedding.device)].detach().to("cpu", dtype)}
+    if config.family.borrows_head:
+        rows["head"] = draft.head[id_J.to(draft.head.device)].detach().to("cpu", dtype)
+    record = replace(
+        record,
+        config=config_json(draft, dtype),
+        tensors={name: tensor_sha256(x) for name, x in copy.state_dict().items()},
+        versions=_versions(),
+    )
+    probe = Probe(excerpt, id_U, rows["embedding"], id_J, rows.get("head"), torch.empty(0), record)
+    tensors = {
+        "tokens": excerpt.token_N.to(torch.int32), "states": excerpt.states_TAD.contiguous(),
+        "draft_ids": id_J.to(torch.int32), "logits": replay(copy, probe), **rows,
+    }  # fmt: skip
+    text = json.dumps({"format": FORMAT, **asdict(record)}, indent=1, allow_nan=False)
+    return {TENSORS: save(tensors), RECORD: (text + "\n").encode()}
+
+
+def _versions() -> dict[str, str]:
+    import safetensors
+    import transformers
+
+    from fledge import __version__
+
+    known = {"fledge": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return known | {"transformers": transformers.__version__, "safetensors": safetensors.__version__}
+
+
+# -- replaying --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def replay(draft: Draft, probe: Probe) -> Tensor:
+    """The draft's logits after each of K steps from each of S slots, for the probe's J draft ids, and the logsumexp of
+    all logits (EAGLE-1: of these J) as one more: float32 [R, K, S, J + 1].
+
+    The slots read the probe's hidden states, as a document of its own, and at each step the excerpt's next token, as in
+    training (`RowPass`). This is repeated for each spacing of positions. `draft` is in float32 on the CPU; its shared
+    weights are replaced by those of the probe. Raises ValueError if the probe has no embedding of the draft's mask
+    token.
+    """
+    excerpt, config, J = probe.excerpt, draft.config, probe.id_J
+    T = excerpt.states_TAD.shape[0]
+    token_T = excerpt.token_N[excerpt.start :]
+    head = None if probe.head_JE is None else probe.head_JE.float()
+    if draft.embed_tokens is None:  # ids become rows of the stored embeddings
+        token_T = torch.searchsorted(probe.id_U, token_T)
+        if config.mask_token_id is not None:
+            draft.config = replace(config, mask_token_id=_row_of(config.mask_token_id, probe.id_U))
+    draft.share_target_weights(probe.embedding_UE.float(), head)
+    if draft.family.borrows_head:
+        J = torch.arange(J.numel())  # the rows of the stored part of the head
+    states = excerpt.states_TAD.float()
+    features, objective = Features(states, states[:, -1]), Objective(depth=excerpt.steps)
+    zeros, found = torch.zeros(T, dtype=torch.int32), []
+    try:
+        for spacing in probe.record.spacings:
+            position_T = excerpt.start + spacing * torch.arange(T, dtype=torch.int32)
+            row = RowPass(draft, Packed(token_T.int(), zeros, position_T, zeros), features, objective)
+            inputs = row.chunk(row.trained).head_inputs
+            found.append(torch.stack([_sampled(x[: excerpt.slots] @ draft.head.T, J) for x in inputs]))
+    finally:
+        draft.config = config
+    return torch.stack(found)
+
+
+def _sampled(logits_SW: Tensor, id_J: Tensor) -> Tensor:
+    return torch.cat([logits_SW[:, id_J], logits_SW.logsumexp(-1, keepdim=True)], dim=-1)
+
+
+def _row_of(token: int, id_U: Tensor) -> int:
+    rows = (id_U == token).nonzero()
+    if not rows.numel():
+        raise ValueError(f"the probe has no embedding of token {token}")
+    return int(rows[0])
+
+
+def logits_error(found: Tensor, stored: Tensor) -> float:
+    """The norm of the difference of logits, relative to that of the stored ones around their mean; infinite for logits
+    of another shape, NaN or infinity."""
+    if found.shape != stored.shape or not bool(found.isfinite().all()):
+        return float("inf")
+    spread = stored - stored.mean(-1, keepdim=True)
+    return float((found - stored).norm() / spread.norm().clamp_min(1e-30))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def probe_content(name: str | Path) -> dict[str, bytes]:
+    """The content of a draft's probe files, by path, given its directory or hub id; empty if it has no probe."""
+    directory = draft_directory(name)
+    return {name: (directory / name).read_bytes() for name in (TENSORS, RECORD) if (directory / name).is_file()}
+
+
+def read_probe(directory: Path) -> Probe | None:
+    """The probe in a draft's directory; None if it has none. Raises ValueError if it is damaged or of a later
+    version."""
+    files = [directory / name for name in (TENSORS, RECORD)]
+    if not any(file.exists() for file in files):
+        return None
+    try:
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ValueError(f"{missing[0]} is missing")
+        record = _read_record(read_json(files[1]))
+        return _assembled(load(files[0].read_bytes()), record)
+    except Exception as e:  # safetensors, JSON and tensors of wrong shapes raise many types
+        why = next(iter(str(e).splitlines()), type(e).__name__)
+        raise ValueError(f"the probe in {directory / FOLDER} cannot be read ({why})") from e
+
+
+def _read_record(content: Any) -> ProbeRecord:
+    top = Fields(content, _RECORD)
+    if top.get("format") is None:
+        raise ValueError("its format is not known")
+    decoding = None
+    if "decoding" in top:
+        known = top.nested("decoding", _DECODING)
+        decoding = ProbeDecoding(**{name: known.get(name) for name in _DECODING})
+        counts = {len(x) if x else 0 for x in (decoding.prompts, decoding.committed, decoding.rounds)}
+        if len(counts) > 1 or 0 in counts or None in (decoding.new_tokens, decoding.depth):
+            raise ValueError("its prompts and rounds do not belong together")
+    rest = {name: top.get(name) for name in _RECORD if name not in ("format", "decoding")}
+    if missing := [name for name, value in rest.items() if value is None and name != "eval_tau"]:
+        raise ValueError(f"{missing[0]} is missing")
+    record = ProbeRecord(**rest, decoding=decoding)
+    record.draft_config  # noqa: B018 (raises ValueError for a config that is not a draft's)
+    return record
+
+
+def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
+    config = record.draft_config
+    token_N, id_J = tensors["tokens"].long(), tensors["draft_ids"].long()
+    excerpt = Excerpt(token_N, tensors["states"], record.steps)
+    mask = [] if config.mask_token_id is None else [torch.tensor([config.mask_token_id])]
+    id_U = torch.cat([token_N[excerpt.start :], *mask]).unique()
+    probe = Probe(excerpt, id_U, tensors["embedding"], id_J, tensors.get("head"), tensors["logits"].float(), record)
+    A = len(record.layers) if config.family.reads_layers else 1
+    wanted = {
+        "states": (excerpt.states_TAD.shape[0], A, config.target_hidden_size),
+        "embedding": (id_U.numel(), config.hidden_size),
+        "logits": (len(record.spacings), record.steps, excerpt.slots, id_J.numel() + 1),
+    }
+    for name, shape in wanted.items():
+        if tuple(tensors[name].shape) != shape or min(shape) < 1:
+            raise ValueError(f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}")
+    if excerpt.start < 0 or int(id_J.max()) >= config.draft_vocab_size or int(id_J.min()) < 0:
+        raise ValueError("its tokens do not fit its config")
+    return probe
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def decode(
+    target: DecodingTarget, draft: Draft, prompts: list[list[int]], new_tokens: int, depth: int
+) -> ProbeDecoding:
+    """Decodes prompts greedily with a draft in chains of `depth` tokens, with the modules in eval mode. Raises
+    ValueError if the target cannot verify drafts."""
+    from fledge.decode.engine import Engine  # imports transformers, which reading a probe does not need
+    from fledge.measure.run import quiet_traces
+
+    traces = quiet_traces(Engine(target, draft, depth=depth), prompts, new_tokens)
+    committed, rounds = zip(*(committed_per_round([trace]) for trace in traces), strict=True)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return ProbeDecoding(prompts, new_tokens, depth, list(committed), list(rounds), dtype)

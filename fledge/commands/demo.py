@@ -1,0 +1,248 @@
+"""`fledge demo`: trains a draft for the assistant that ships with fledge, and measures how much faster it answers.
+
+Every step is a `fledge` command, which is printed before it runs. OUT/result.json has the results.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import shlex
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fledge.io.files import check_output_path, replace_directory
+from fledge.measure.record import record_text
+from fledge.options import Options, flag_of, opt
+
+if TYPE_CHECKING:
+    from fledge.io.display import ProgressDisplay, ResultPrinter
+
+MODELS, TEXTS = ("target", "draft"), ("chats.jsonl.gz", "prompts.jsonl")  # in fledge/demo, and copied to OUT
+QUESTION = "Omar buys 4 books for 9 dollars each and pays with 50 dollars. How much change is there?"
+FEATURES: dict[str, Any] = {"max_length": 512, "precision": "bfloat16"}
+TRAIN: dict[str, Any] = {
+    "depth": 4, "cod_rate": 0.7, "draft_vocab": 2048, "fc_norm": True, "norm_output": True, "row_length": 512,
+    "lr": 3e-3, "gamma": 0.6, "weight_decay": 0.5, "eval_tokens": 32,
+}  # fmt: skip
+DEPTH = 4  # of the chains of every draft that is measured
+NEW_TOKENS = 128
+TEMPERATURES = {"greedy": 0, "sampled": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(Options):
+    """Train a draft for a small assistant that ships with fledge, and measure the speedup: minutes on two CPU cores."""
+
+    out: str = opt("directory for the models, the data and the results; the demo can run in it again", "fledge-demo")
+    quick: bool = opt("train nothing: measure only the draft that ships with the assistant", False)
+    steps: int = opt("number of optimizer steps of the training", 1000, minimum=1)
+    prompts: int = opt("number of prompts to decode, at least 2", 48, minimum=2, maximum=48)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quick:
+            self.refuse(["steps"], "with --quick, which trains nothing;")
+
+
+def run(options: DemoOptions, printer: ResultPrinter, progress: ProgressDisplay) -> None:
+    """Runs the demo. `printer` prints the results.
+
+    Raises ValueError if files in OUT are not those of an earlier demo, or if an output differs with a draft, and
+    KeyboardInterrupt if the training was interrupted; the demo then continues it when it runs again.
+    """
+    start = time.monotonic()
+    demo = Demo(Path(options.out), printer, progress)
+    demo.prepare()
+    demo.answer(QUESTION)
+    trained = {} if options.quick else {"trained": demo.train(demo.write_features(), options.steps)}
+    drafts = trained | {"shipped": demo.out / "draft"}
+    records: dict[str, Any] = {}
+    for way, temperature in TEMPERATURES.items():
+        measured = demo.measure(drafts, temperature, options.prompts)
+        records |= {f"{name}, {way}": record for name, record in measured.items()}
+    seconds = time.monotonic() - start
+    result = record_text({"seconds": seconds, "results": records})
+    (demo.out / "result.json").write_text(result + "\n", encoding="utf-8")
+    demo.report([path.parent for path in trained.values()])
+    printer.print("")
+    printer.print(f"{seconds / 60:.1f} minutes. Tokens/s alone and with the draft; ± and brackets: 95 % intervals.")
+    printer.table(table(records), optional=["identical"])
+    printer.print(repeats(records))
+    printer.print(f"Report: {demo.out / 'report.html'}")
+    printer.print("")
+    printer.print("Next: talk to the assistant, compare chains with trees, train a draft for a model of yours.")
+    for command in next_commands(demo.out):
+        printer.print(f"  {command}")
+
+
+class Demo:
+    """The steps of the demo in the directory `out`."""
+
+    def __init__(self, out: Path, printer: ResultPrinter, progress: ProgressDisplay):
+        self.out, self.progress = out, progress
+        self._say = printer.print
+
+    def prepare(self) -> None:
+        """Copies the pair of models, the conversations and the prompts to OUT."""
+        check_output_path(self.out, "--out", directory=True)
+        bundled = Path(str(files("fledge.demo")))
+        self._check_own(bundled)
+        self.out.mkdir(parents=True, exist_ok=True)
+        for name in MODELS:
+            if not (self.out / name).is_dir():
+                with replace_directory(self.out / name) as new:
+                    shutil.copytree(bundled / name, new, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        for name in TEXTS:
+            shutil.copyfile(bundled / name, self.out / name)
+        self._say(f"{self.out} has an assistant of 19 M parameters (target), a draft that was trained for it (draft),")
+        self._say("conversations to train another draft on, and held-out prompts to measure both drafts on.")
+
+    def _check_own(self, bundled: Path) -> None:
+        """Raises ValueError if the demo would replace files that it did not write."""
+        known = [*(f"{name}/model.safetensors" for name in MODELS), *TEXTS]
+        present = [name for name in known if (self.out / name.partition("/")[0]).exists()]
+        foreign = [name for name in present if not _same(bundled / name, self.out / name)]
+        if not foreign and not present and (self.out / "result.json").exists():
+            foreign = ["result.json"]
+        if foreign:
+            raise ValueError(
+                f"{self.out / foreign[0]} is not from a demo of this version of fledge; give another directory as --out"
+            )
+
+    def answer(self, question: str) -> None:
+        """Shows the answer to a question, the draft's tokens tinted, and the speed."""
+        from fledge.commands.generate import GenerateOptions, run
+
+        given = self._pair() | {"depth": DEPTH, "prompt": question, "stats": True}
+        self._print_command("The assistant answers a question; tokens of the draft are tinted.", "generate", given)
+        run(GenerateOptions(**given, given=frozenset(given)), self.progress)
+
+    def write_features(self) -> Path:
+        """Writes the assistant's hidden states of the conversations. Returns their directory.
+
+        Computing the hidden states anew in every pass would be most of the time of a training.
+        """
+        from fledge.commands.features import FeaturesOptions, run
+
+        out = self.out / "features"
+        given = {"target": str(self.out / "target"), "data": [str(self.out / TEXTS[0])], "out": str(out)} | FEATURES
+        self._print_command("Writing what a draft learns from: hidden states of the assistant.", "features", given)
+        run(FeaturesOptions(**given, given=frozenset(given)), self.progress.say, self.progress)
+        return out
+
+    def train(self, features: Path, steps: int) -> Path:
+        """Trains a draft, or continues a training that was interrupted. Returns the draft's directory."""
+        from fledge.commands.train import run
+        from fledge.train.setup.options import TrainOptions
+
+        runs = [self.out / "run", *sorted(self.out.glob("run-*"), key=lambda path: (len(path.name), path.name))]
+        directory = next((path for path in runs if _interrupted(path, steps)), None)
+        if directory:
+            given: dict[str, Any] = {"resume": str(directory)}
+            self._print_command("Continuing the training of a draft.", "train", given)
+        else:
+            directory = next(path for path in _numbered(self.out / "run") if not path.exists())
+            given = {"features": str(features), "out": str(directory), "steps": steps} | TRAIN
+            self._print_command("Training a draft from nothing. τ is computed on the training data.", "train", given)
+        run(TrainOptions(**given, given=frozenset(given)), self.progress.say, self.progress)
+        return directory / "draft"
+
+    def measure(self, drafts: dict[str, Path], temperature: int, prompts: int) -> dict[str, Any]:
+        """Decodes with each draft (by name) and without. Returns {name: record}."""
+        from fledge.commands.evaluate import EvalOptions, refuse_changed_output, run
+
+        given: dict[str, Any] = {
+            "target": str(self.out / "target"), "draft": [str(draft) for draft in drafts.values()],
+            "draft_mode": ["chain"], "depth": [DEPTH], "prompts": [str(self.out / TEXTS[1])], "limit": prompts,
+            "max_new_tokens": NEW_TOKENS, "temperature": temperature, "out": str(self.out / f"eval-{temperature}.json"),
+        }  # fmt: skip
+        compared = "with each draft and without" if len(drafts) > 1 else "with the draft and without"
+        self._print_command(f"Answering held-out prompts {compared}, temperature {temperature}.", "eval", given)
+        record = run(EvalOptions(**given, given=frozenset(given)), self.progress)
+        refuse_changed_output(record)
+        return {name: record if len(drafts) == 1 else record[str(draft)] for name, draft in drafts.items()}
+
+    def report(self, runs: list[Path]) -> None:
+        """Draws these training runs and the measurements on one page."""
+        from fledge.commands.report import ReportOptions, run
+
+        records = [self.out / f"eval-{temperature}.json" for temperature in TEMPERATURES.values()]
+        given: dict[str, Any] = {"sources": [*map(str, [*runs, *records])], "out": str(self.out / "report.html")}
+        self._say("")
+        self._say(f"$ {shlex.join(['fledge', 'report', *given['sources'], '--out', given['out']])}")
+        run(ReportOptions(**given, given=frozenset(given)), lambda line: None)
+
+    def _pair(self) -> dict[str, Any]:
+        return {name: str(self.out / name) for name in MODELS}
+
+    def _print_command(self, purpose: str, name: str, given: dict[str, Any]) -> None:
+        self._say("")
+        self._say(purpose)
+        self._say(f"$ {command_line(name, given)}")
+
+
+def command_line(command: str, given: dict[str, Any]) -> str:
+    """The `fledge` command, for a shell, that has these options (by name)."""
+    words = ["fledge", command]
+    for name, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            words += [flag_of(name)] if one is True else [flag_of(name), str(one)]
+    return shlex.join(words)
+
+
+def table(records: dict[str, Any]) -> dict[str, list[str]]:
+    """The figures of records, as columns by heading."""
+    from fledge.commands.evaluate import half_width
+
+    rows = records.values()
+    widths = [half_width(r) for r in rows]
+    return {
+        "draft": list(records),
+        "τ": [f"{r['tau']:.2f}" + ("" if w is None else f" ± {w:.2f}") for r, w in zip(rows, widths, strict=True)],
+        "alone": [f"{r['baseline_tokens_per_s']:.0f}" for r in rows],
+        "drafting": [f"{r['tokens_per_s']:.0f}" for r in rows],
+        "speedup": [_with_interval(r["speedup"], r.get("speedup_interval")) for r in rows],
+        "identical": [f"{r['identical']}/{r['prompts']}" for r in rows],
+    }
+
+
+def _with_interval(value: float, interval: list[float] | None) -> str:
+    return f"{value:.2f}" + ("" if interval is None else f" ({interval[0]:.2f}-{interval[1]:.2f})")
+
+
+def repeats(records: dict[str, Any]) -> str:
+    """A sentence about how much the answers repeat themselves, which makes drafting easy."""
+    shares = [r["repeated_8grams"] for r in records.values()]
+    return f"{min(shares):.0%} to {max(shares):.0%} of the 8-grams of the answers repeat earlier 8-grams."
+
+
+def next_commands(out: Path) -> list[str]:
+    """Commands to try after the demo."""
+    pair = {name: str(out / name) for name in MODELS}
+    trees = {"prompts": str(out / "prompts.jsonl"), "draft_mode": ["chain", "tree"]}
+    own = {"target": "YOUR-MODEL", "data": "YOUR-CHATS.jsonl", "out": "YOUR-RUN"}
+    return [command_line("chat", pair), command_line("eval", pair | trees), command_line("train", own)]
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.is_file() and filecmp.cmp(one, other, shallow=False)
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """The path, then the path with -1, -2, ... at its end."""
+    yield path
+    number = 0
+    while True:
+        number += 1
+        yield path.with_name(f"{path.name}-{number}")
+
+
+def _interrupted(run: Path, steps: int) -> bool:
+    """Whether the directory holds a run of this many steps that has not ended: its draft is written at the end."""
+    recipe = run / "recipe.yaml"
+    return recipe.is_file() and not (run / "draft").is_dir() and f"\nsteps: {steps}\n" in recipe.read_text()

@@ -1,0 +1,379 @@
+"""`fledge eval --endpoint`: acceptance and speed of a running vLLM or SGLang, beside fledge's own decoder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fledge.commands.decoding import AUTO
+from fledge.commands.evaluate_ways import ways
+from fledge.data.modes import ModeWarning, untrained_mode
+from fledge.data.template import ChatTemplate
+from fledge.decode.propose import Drafting
+from fledge.drafts.weights import draft_sha256, open_draft
+from fledge.engines.client import Client, Decoding, Server
+from fledge.engines.command import trained_depth
+from fledge.engines.support import minimum_version
+from fledge.io.http import key_in, root_of
+from fledge.io.signals import restoring_signals
+from fledge.measure.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
+from fledge.measure.metrics import alpha_text
+from fledge.measure.own import decode_own
+from fledge.measure.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
+from fledge.measure.record import check_record_path, write_record
+from fledge.options import parse_template_kwargs
+from fledge.targets.compatibility import check_fits
+from fledge.targets.loading import load_target
+from fledge.targets.size import out_of_memory
+
+if TYPE_CHECKING:
+    from fledge.commands.evaluate import EvalOptions
+    from fledge.config import DraftConfig
+    from fledge.decode.engine import Engine
+    from fledge.io.display import ResultPrinter
+    from fledge.targets.transformers import TransformersTarget
+
+NEW_TOKENS = 128
+MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees
+
+_Place = tuple[str, int]  # a set of prompts, and a concurrency
+
+
+def run(
+    options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
+) -> dict[str, Any]:
+    """Returns a record, or {label: record} if there are several sets of prompts or concurrencies.
+
+    `show` is called with the result before it is written to --out. Raises ValueError if a server cannot be used, if it
+    refuses a prompt, and if it has other requests during a measurement. Before this and a KeyboardInterrupt, the
+    measurements that were finished are shown and written, and before an error of fledge's own decoder, all of them.
+    """
+    concurrencies = _check(options)
+    config = _draft_config(options)
+    kwargs = parse_template_kwargs(options.template_kwargs)
+    if kwargs is None and config is not None:
+        kwargs = config.provenance.template_kwargs
+    target = _target_of(options, config)
+    if config is not None and target is not None:
+        check_fits(config, target)  # before anything is asked
+    template = None if target is None else ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
+    sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
+    if config is not None and template is not None:
+        _warn_of_mode(template, config, sets)
+    planned = list(itertools.product(sets, concurrencies))
+    measured: dict[_Place, _Found] = {}
+
+    def keep(place: _Place, found: _Found) -> None:
+        measured[place] = found
+        if options.out and len(measured) < len(planned):  # an error is reported when the final record is written
+            with contextlib.suppress(OSError, ValueError):
+                write_record(options.out, _labelled(measured, planned, options, config))
+
+    with restoring_signals() as ignore_signals:  # until what was measured is shown and written
+        try:
+            asyncio.run(_measure_all(options, planned, sets, template, kwargs, progress, keep))
+            if config is not None:
+                _add_own(options, config, measured, progress)
+        finally:
+            ignore_signals()
+            record = _labelled(measured, planned, options, config)
+            if measured:
+                if len(measured) < len(planned):
+                    progress.say(f"{len(measured)} of {len(planned)} measurements were finished")
+                try:
+                    show(record)
+                finally:
+                    if options.out:
+                        write_record(options.out, record)
+    return record
+
+
+def _labelled(
+    measured: dict[_Place, _Found], planned: Sequence[_Place], options: EvalOptions, config: DraftConfig | None
+) -> dict[str, Any]:
+    """The record of the measurement, or of those that were finished by what distinguishes the planned ones."""
+    several = tuple(len(set(names)) > 1 for names in zip(*planned, strict=True))
+    records = {
+        " ".join(itertools.compress((name, f"{concurrency} in flight"), several)): _finished(found, options, config)
+        for (name, concurrency), found in measured.items()
+    }
+    return records if any(several) else next(iter(records.values()), {})
+
+
+def _warn_of_mode(template: ChatTemplate, config: DraftConfig, sets: dict[str, list[EvalPrompt]]) -> None:
+    """Warns once if a chat is rendered in a mode in which the draft was not trained."""
+    chats = (p for prompts in sets.values() for p in prompts if p.text is None)
+    found = (untrained_mode(template, config.provenance, conversation(p, ()), tools=p.tools) for p in chats)
+    if problem := next(filter(None, found), None):
+        warnings.warn(problem, ModeWarning, stacklevel=3)
+
+
+def _check(options: EvalOptions) -> list[int]:
+    """Checks the options that only matter here, and returns the concurrencies."""
+    concurrencies = options.concurrency or [1]
+    if min(concurrencies) < 1 or len(set(concurrencies)) < len(concurrencies):
+        raise ValueError(f"--concurrency {', '.join(map(str, concurrencies))}: give different numbers of at least 1")
+    if len(options.draft) > 1 or len(ways(options)) > 1:
+        raise ValueError(
+            "a server has one draft and one way of drafting; with --endpoint give --draft, --draft-mode, --depth, "
+            "--tree-nodes and --tree-width once"
+        )
+    if AUTO in (*options.depth, *options.tree_nodes):
+        raise ValueError("a server drafts fixed amounts; with --endpoint give --depth and --tree-nodes as numbers")
+    if options.draft and not options.target:
+        raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
+    if options.baseline_endpoint and root_of(options.baseline_endpoint) == root_of(options.endpoint):
+        raise ValueError(
+            f"--endpoint and --baseline-endpoint are both {options.endpoint}; the second is to be a server of the same "
+            "model without a draft"
+        )
+    if options.out:
+        check_record_path(options.out, "--out")
+    return concurrencies
+
+
+def _draft_config(options: EvalOptions) -> DraftConfig | None:
+    """The config of --draft, if it is given. Raises ValueError for a damaged draft, and for one that cannot draft as
+    the options say."""
+    if not options.draft:
+        return None
+    (way,) = ways(options)
+    drafting = Drafting(**way.options(options).drafting(way.mode))
+    drafting.check_sampling(options.sampling())
+    config = open_draft(way.draft).config
+    drafting.for_method(config.family)
+    return config
+
+
+def _target_of(options: EvalOptions, config: DraftConfig | None) -> TransformersTarget | None:
+    """The sizes and the tokenizer of --target, if it is given; its weights are on the meta device."""
+    if not options.target:
+        return None
+    return load_target(
+        options.target, weights=False, max_length=None if config is None else config.target_max_length,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class _Found:
+    """What was measured of one set at one concurrency: with the draft, without it, and by fledge's decoder."""
+
+    server: Server
+    version: str | None
+    decoding: Decoding
+    measurement: Measurement
+    baseline: Measurement | None = None
+    baseline_server: dict[str, Any] | None = None  # as the record has it
+    own: dict[str, Any] | None = None
+
+
+async def _measure_all(
+    options: EvalOptions,
+    planned: Sequence[_Place],
+    sets: dict[str, list[EvalPrompt]],
+    template: ChatTemplate | None,
+    kwargs: dict[str, Any] | None,
+    progress: Any,
+    keep: Callable[[_Place, _Found], None],
+) -> None:
+    """Measures sets of prompts at concurrencies, with the draft and, if there is a server for it, without. `keep` gets
+    each measurement when it is finished."""
+    async with contextlib.AsyncExitStack() as stack:
+        key, most = key_in(options.api_key_env), max(concurrency for _, concurrency in planned)
+
+        async def connect(url: str, model: str | None) -> Client:
+            # a repeated request would be counted twice by the server
+            client = Client(url, api_key=key, connections=most + 1, timeout=options.request_timeout, retries=0)
+            await stack.enter_async_context(client)
+            await client.connect(model)
+            return client
+
+        client, plain = await connect(options.endpoint, options.model), None
+        if options.baseline_endpoint:
+            plain = await connect(options.baseline_endpoint, options.model)
+            if (ours := client.server.model) != (theirs := plain.server.model):
+                progress.say(
+                    f"the servers call their models {ours} and {theirs}; a speedup means something only if these are "
+                    "two names of the same one"
+                )
+        version = await client.version()
+        second = dataclasses.asdict(plain.server) | {"version": await plain.version()} if plain else None
+        sampling = options.sampling()
+        new = options.max_new_tokens or min(NEW_TOKENS, (client.server.context or 2 * NEW_TOKENS) // 2)
+        decoding = Decoding(
+            new, sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, kwargs
+        )
+        seed = options.seed if options.was_given("seed") else None
+        for name, concurrency in planned:
+            prompts = sets[name]
+            total = sum(p.answers for p in prompts) * (2 if plain else 1)
+            with progress.count(f"answers to {name}, {concurrency} in flight", total, unit="answers") as advance:
+                ask = dict(concurrency=concurrency, template=template, seed=seed, advance=advance)
+                without = await measure(plain, prompts, decoding, drafts=False, **ask) if plain else None
+                histories = without.answers if without else None
+                with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
+            keep((name, concurrency), _Found(client.server, version, decoding, with_draft, without, second))
+
+
+def _add_own(options: EvalOptions, config: DraftConfig, measured: dict[_Place, _Found], progress: Any) -> None:
+    """Decodes the prompts of the measurements with fledge's own decoder, at the server's depth unless --depth names
+    another, and adds τ, α and the share of equal answers. Raises ValueError if that fails."""
+    (way,) = ways(options)
+    with _explaining_what_is_missing():
+        depth = way.depth or _depth_of(measured, trained_depth(config), way.mode)
+        single = dataclasses.replace(way, depth=depth).options(options)
+        engine = single.load_engine(way.draft, way.mode, progress.say)
+        _decode_all(options, engine, measured, {"depth": depth, "method": config.method}, progress)
+
+
+@contextlib.contextmanager
+def _explaining_what_is_missing() -> Iterator[None]:
+    """Context manager: an error of fledge's own decoder becomes a ValueError that tells it from one of the
+    measurement."""
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError) and not out_of_memory(e):
+            raise
+        reason = str(e)
+        if out_of_memory(e):
+            reason = (
+                f"there is not enough memory for the target and the draft beside what else is there, such as the "
+                f"server ({next(iter(reason.splitlines()), type(e).__name__)}); decode elsewhere with --device cpu, or "
+                "give the server less of the GPU (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static)"
+            )
+        raise ValueError(f"the server was measured, but fledge's own τ is missing: {reason}") from e
+
+
+def _decode_all(
+    options: EvalOptions, engine: Engine, measured: dict[_Place, _Found], names: dict[str, Any], progress: Any
+) -> None:
+    """Decodes the prompts of each measurement, and adds the figures to it, with what `names` says of the draft."""
+    done: dict[str, Any] = {}
+    for (name, _), found in measured.items():
+        requests = found.measurement.requests
+        ids = [asked.ids for asked in requests]
+        if done.get("ids") != ids:  # without --baseline-endpoint, later turns follow each measurement's own answers
+            with progress.count(f"answers to {name} by fledge", len(ids), unit="answers") as advance:
+                done = decode_own(
+                    engine, ids, sampling=options.sampling(), max_new_tokens=found.decoding.max_new_tokens,
+                    batch=options.batch, advance=advance,
+                )  # fmt: skip
+        greedy = options.temperature == 0
+        same = sum(ours.text == asked.answer.text for ours, asked in zip(done["completions"], requests, strict=True))
+        found.own = done["figures"] | names | {"identical": same if greedy else None}
+
+
+def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) -> int:
+    """The server's number of drafted tokens in a round, if it drafts chains and says so, else the draft's own. Of a
+    tree, SGLang counts all nodes. Raises ValueError if the number can only be that of a tree, and a chain is asked
+    for."""
+    depths = [found.measurement.acceptance.depth for found in measured.values() if found.measurement.acceptance]
+    known = [round(depth) for depth in depths if depth]
+    if mode == "tree" or not known:
+        return trained
+    engine = next(iter(measured.values())).server.engine
+    if engine == "sglang" and known[0] > max(trained, MOST_LIKELY_CHAIN):
+        raise ValueError(
+            f"the server drafts {known[0]} tokens a round, which is probably a tree; give --draft-mode tree with "
+            "--depth, --tree-nodes and --tree-width as the server has them, or --depth for a chain"
+        )
+    return known[0]
+
+
+def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -> dict[str, Any]:
+    """The record of a measurement."""
+    from fledge.io.machine import environment
+
+    sampled = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+    record = found.measurement.record() | {
+        "own": found.own,
+        "baseline": found.baseline.record() if found.baseline else None,
+        "speedup": None,
+        "identical": None,
+        "compared": None,
+        "sampling": sampled | ({"seed": options.seed} if options.was_given("seed") else {}),
+        "max_new_tokens": found.decoding.max_new_tokens,
+        "template_kwargs": found.decoding.template_kwargs,
+        "target": options.target,
+        "draft": options.draft[0] if options.draft else None,
+        "draft_sha256": draft_sha256(open_draft(options.draft[0]).tensors) if options.draft else None,
+        "endpoint": options.endpoint,
+        "server": dataclasses.asdict(found.server) | {"version": found.version},
+        "baseline_endpoint": options.baseline_endpoint,
+        "baseline_server": found.baseline_server,
+        "environment": environment("cpu", "the server's"),
+    }  # fmt: skip
+    if found.baseline:
+        plain = record["baseline"]["tokens_per_s"]
+        if plain and record["tokens_per_s"]:
+            record["speedup"] = record["tokens_per_s"] / plain
+        if options.temperature == 0:
+            pair = [[a.answer for a in m.requests] for m in (found.measurement, found.baseline)]
+            record["identical"], record["compared"] = identical(*pair)
+    minimum = minimum_version(config, found.server.engine) if config and found.server.engine else None
+    record["causes"] = causes(record, found.server.engine, minimum)
+    return record
+
+
+# -- printing -----------------------------------------------------------------------------------------------------
+
+
+def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
+    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
+    records = {"": record} if "tau" in record else record
+    rows = records.values()
+    columns = {
+        "prompts": [f"{name} {r['prompts']}".strip() for name, r in records.items()],
+        "τ": [_number(r["tau"]) for r in rows],
+        "τ fledge": [_number(r["own"]["tau"]) if r["own"] else "-" for r in rows],
+        "tokens/s": [_number(r["tokens_per_s"], 0) for r in rows],
+        "speedup": [_number(r["speedup"]) + "x" * bool(r["speedup"]) for r in rows],
+        "first token ms": [_number(r["ttft_ms"] and r["ttft_ms"]["median"], 1) for r in rows],
+        "later ms": [_number(r["itl_ms"] and r["itl_ms"]["median"], 2) for r in rows],
+        "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['requests']}" for r in rows],
+    }
+    printer.table(columns, optional=("identical", "later ms", "first token ms", "speedup", "tokens/s", "τ fledge"))
+    for name, r in records.items():
+        for line in summary_lines(r):
+            printer.print(f"{name}: {line}" if name else line)
+
+
+def summary_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences about a record: what its figures mean."""
+    lines = []
+    if r["tau"]:
+        lines.append(f"τ is from {r['counted']['source']}: {r['counted']['rounds']:,.0f} verifications.")
+    else:
+        lines.append(f"There is no τ: {r['note']}.")
+    if r["tau_since_start"]:
+        lines.append(f"Since its start, with all its requests, the server's mean is {r['tau_since_start']:.2f}.")
+    if r["alpha"]:
+        lines.append(f"α by position: {alpha_text(r['alpha'])}.")
+    elif r["tau"]:
+        lines.append("There is no α by position: the server does not count it.")
+    if own := r["own"]:
+        lines.append(f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {alpha_text(own['alpha'])}.")
+        if r["tau"] and own["tau"]:
+            lines.append(f"The server's τ differs from it by {r['tau'] / own['tau'] - 1:+.1%}.")
+    if r["tokens_per_s"] is None:
+        lines.append("There are no tokens/s: the server does not count the tokens of its answers.")
+    if r["causes"]:
+        lines += [f"τ differs by more than {TOLERANCE:.0%}. What is known to cause it:", *r["causes"]]
+    elif sentence := mismatch_sentence(r):
+        lines.append(sentence)
+    if r["identical"] is not None:
+        lines.append(
+            f"{r['identical']} of {r['requests']} answers are those of the server without a draft, by {r['compared']}."
+        )
+    return lines
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if not value else f"{value:,.{digits}f}"

@@ -1,0 +1,271 @@
+"""`fledge features`: writes the target's hidden states of the training data, for `fledge train --features`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fledge.io.files import check_output_path
+from fledge.options import MAX_SEED, names_of, opt, parse_dtype, parse_template_kwargs
+from fledge.train.setup.options import DataOptions, ServedOptions, TargetOptions
+
+if TYPE_CHECKING:
+    from fledge.data.documents import Document
+    from fledge.data.record import Record
+    from fledge.states.cache import FeatureCache, Manifest
+    from fledge.states.vllm.source import VllmFeatures
+    from fledge.targets.source import LiveFeatures
+    from fledge.train.setup.recipe import DataRecipe
+    from fledge.types import Features, Packed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
+    """Write the target's hidden states of the training data to a disk, to train drafts without running the target."""
+
+    panel: ClassVar[str] = "Features"
+    out: str | None = opt(
+        "directory to write; the same command continues an unfinished one, and several processes may write one "
+        "together", None,
+    )  # fmt: skip
+    verify: str | None = opt(
+        "read all features in this directory, compare them with the hashes that were written, and stop", None
+    )
+    precision: str | None = opt(
+        "float32, bfloat16, float16, or fp8 (8 bits for the captured layers, bfloat16 for the final states) (default: "
+        "the dtype of computation, which loses nothing)", None
+    )  # fmt: skip
+    aux_layers: str | None = opt(
+        "target layers to store, e.g. 2,16,29, or none for EAGLE-1 alone (default: those that EAGLE-3 reads)", None
+    )
+    all_final_states: bool = opt(
+        "store the final hidden states of all tokens, which EAGLE-1 reads (default: those that the loss reads)", False
+    )
+    disk_budget: str | None = opt(
+        "most bytes on the disk, e.g. 500GB (default: the free space, less 5% of it or 10 GB)", None
+    )
+    seed: int = opt("random seed of held-out records and shares (@0.5) of the data", 0, minimum=0, maximum=MAX_SEED)
+    device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verify:
+            others = [name for name in names_of(FeaturesOptions) if name != "verify"]
+            self.refuse(others, f"with --verify, which only reads {self.verify};")
+        elif missing := [flag for flag, value in (("--target", self.target), ("--out", self.out)) if not value]:
+            raise ValueError(f"give {' and '.join(missing)}, or --verify DIRECTORY to check features that are there")
+
+
+def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
+    """Writes the features, or those that are missing; with `verify`, reads them. Raises ValueError before anything is
+    written if they do not fit in the disk budget, or if the directory holds other features; and for damaged ones."""
+    if options.verify:
+        verify(options.verify, say, progress)
+    else:
+        write(options, say, progress)
+
+
+def verify(directory: str, say: Callable[[str], None], progress: Any) -> None:
+    """Compares all features in a directory with the hashes that were written. Raises ValueError if some are damaged or
+    missing, after a message for each."""
+    from fledge.states.cache import FeatureCache
+
+    cache = FeatureCache.open(directory)
+    shards, problems = cache.shards, []
+    with progress.count("tokens", sum(map(cache.tokens, shards)), unit="tokens") as advance:
+        for shard in shards:
+            try:
+                cache.verify(shard)
+            except ValueError as e:
+                problems.append(str(e))
+            advance(cache.tokens(shard))
+    for problem in problems[:-1]:
+        say(problem)
+    if problems:
+        more = f" ({len(problems):,} of {len(shards):,} shards)" if len(problems) > 1 else ""
+        raise ValueError(problems[-1] + more)
+    say(f"{directory}: {len(shards):,} shards are as they were written")
+
+
+def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
+    """Writes the features, or those that are missing, as `run` says."""
+    from fledge.states.budget import DiskPlan, parse_bytes
+    from fledge.states.codec import PRECISIONS
+    from fledge.states.writer import FeatureWriter
+
+    if not options.data:
+        raise ValueError("give --data FILE")
+    if options.precision not in (None, *PRECISIONS):
+        raise ValueError(f"--precision {options.precision} is not one of {', '.join(PRECISIONS)}")
+    out = check_output_path(options.out, "--out", directory=True)
+    budget = None if options.disk_budget is None else parse_bytes(options.disk_budget)
+    source, data, documents, held_out = _prepare(options, say, progress)
+    cache = _open(out, _manifest(options, source, data, documents), documents)
+    cache.check_written()
+    plan = DiskPlan.of(cache, budget)
+    say(plan.describe(cache))
+    plan.check(cache)
+    if not (missing := [i for i in cache.shards if not cache.is_written(i)]):
+        say(f"{out} is complete")
+        return
+    compute = _checked(source)
+    tokens, left = (sum(map(cache.tokens, shards)) for shards in (cache.shards, missing))
+    if left < tokens:
+        say(f"continuing {out}: {len(cache.shards) - len(missing):,} of {len(cache.shards):,} shards are there")
+    _say_time(cache, missing[0], compute, left, say)
+    cache = _create(cache, held_out, say)
+    try:
+        with progress.count("tokens", tokens, tokens - left, unit="tokens") as advance:
+            FeatureWriter(cache, compute, plan.shard_budget(cache), plan.reserve, say, advance).write()
+    except KeyboardInterrupt:
+        say(f"stopped; run the same command again to continue {out}")
+        raise
+    say(f"wrote {out}; train with: fledge train --features {out}")
+
+
+def _prepare(
+    options: FeaturesOptions, say: Callable[[str], None], progress: Any
+) -> tuple[LiveFeatures | VllmFeatures, DataRecipe, list[Document], list[Record]]:
+    """Loads the target and the data. Records are held out as `fledge train` does."""
+    from fledge.data.modes import modes_of
+    from fledge.data.read import with_columns
+    from fledge.data.template import ChatTemplate
+    from fledge.io.machine import resolve_device
+    from fledge.targets.compatibility import resolve_layers
+    from fledge.train.setup.data import read_data
+    from fledge.train.setup.recipe import DataRecipe, layer_ids, served_recipe
+    from fledge.train.setup.served import open_served_features, open_served_target
+    from fledge.train.setup.target import check_length, live_features, open_target, set_up_process
+
+    device, kwargs = resolve_device(options.device), parse_template_kwargs(options.template_kwargs)
+    parse_dtype(options.dtype)
+    layers = () if options.aux_layers == "none" else layer_ids(options.aux_layers)
+    if layers == () and not options.all_final_states:
+        raise ValueError("--aux-layers none needs --all-final-states: EAGLE-1 reads the final states of all tokens")
+    set_up_process(device)
+    sources = with_columns(options.data, options.columns)
+    data = DataRecipe(
+        tuple(sources), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
+        workers=options.data_workers, modes=modes_of(options.data, kwargs),
+    )  # fmt: skip
+    served = served_recipe(options)
+    target = open_served_target(options, data, device) if served else open_target(options, data, device)
+    layers, length = resolve_layers(layers, target), min(data.longest, target.context)
+    if served:
+        check_length(data, target)
+        source, hold_out = open_served_features(served, target, layers, length, say), True
+    else:
+        source, hold_out = live_features(target, layers, say), not target.rollback_problem
+    template = ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
+    documents, held_out = read_data(data, options.seed, template, length, say, progress, hold_out=hold_out)
+    if served:
+        source.check(documents)
+    return source, data, documents, held_out
+
+
+def _manifest(
+    options: FeaturesOptions, source: LiveFeatures | VllmFeatures, data: DataRecipe, documents: list[Document]
+) -> Manifest:  # fmt: skip
+    """The manifest of the features that the options ask for."""
+    from fledge import __version__
+    from fledge.data.documents import fingerprint
+    from fledge.drafts.weights import template_sha256, tokenizer_sha256
+    from fledge.states.budget import shard_bytes
+    from fledge.states.cache import FORMAT, Manifest
+    from fledge.states.layout import Layout, Sizes, split_shards
+    from fledge.train.setup.target import target_fingerprint
+
+    target = source.target
+    dtype = str(target.dtype).removeprefix("torch.")
+    precision = options.precision or ("float32" if dtype == "float64" else dtype)
+    if precision == "float16" and dtype != "float16":
+        raise ValueError(f"--precision float16 has a smaller range than the target's {dtype}; use bfloat16")
+    layout = Layout(source.layers, target.embedding.shape[1], precision, options.all_final_states)
+    sizes = Sizes.of(documents, layout)
+    tokens, last_states = sum(sizes.tokens), sum(sizes.last)
+    size = shard_bytes(layout.bytes(tokens, last_states))
+    return Manifest(
+        format=FORMAT,
+        fledge_version=__version__,
+        target=str(Path(target.name).absolute()) if Path(target.name).exists() else target.name,
+        target_sha256=target_fingerprint(target),
+        target_layers=target.num_layers,
+        tokenizer_sha256=tokenizer_sha256(target.tokenizer),
+        template_sha256=template_sha256(target.tokenizer),
+        template_kwargs=data.template_kwargs,
+        template_modes=list(data.modes),
+        data=list(data.sources),
+        data_sha256=fingerprint(documents),
+        max_length=min(data.longest, target.context),
+        documents=len(documents),
+        tokens=tokens,
+        last_states=last_states,
+        layers=list(layout.layers),
+        width=layout.width,
+        precision=precision,
+        all_last=layout.all_last,
+        dtype=dtype,
+        shards=[list(shard) for shard in split_shards(sizes, layout, size)],
+    )
+
+
+def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
+    """The features in a directory, or new ones that are not written yet. Raises ValueError if the directory holds other
+    features than `new`, or other files."""
+    from fledge.states.cache import DOCUMENTS, HELD_OUT, MANIFEST, FeatureCache
+
+    if not (out / MANIFEST).exists():
+        names = [f.name for f in out.iterdir()] if out.exists() else []
+        left = (DOCUMENTS, HELD_OUT) if DOCUMENTS in names else ()  # by a killed process, in this order
+        if other := next((n for n in sorted(names) if n not in left and not n.startswith(".")), None):
+            raise ValueError(f"{out} holds other files, such as {other}; choose another --out")
+        return FeatureCache(out, new, documents)
+    cache = FeatureCache.open(out, documents)
+    if difference := cache.manifest.difference(new):
+        raise ValueError(f"{out} holds features of {difference}; choose another --out")
+    return cache
+
+
+def _create(cache: FeatureCache, held_out: list[Record], say: Callable[[str], None]) -> FeatureCache:
+    """Writes the directory's manifest and documents, unless they are there; another process may have written them in
+    the meantime."""
+    from fledge.states.writer import waiting_lock
+
+    with waiting_lock(cache.path, say):
+        there = _open(cache.path, cache.manifest, list(cache.documents))
+        if there.manifest is cache.manifest:
+            cache.create(held_out)
+    return there
+
+
+def _checked(source: LiveFeatures | VllmFeatures) -> Callable[[Packed], Features]:
+    """Computes the features of a row. Raises ValueError if they are not finite."""
+
+    def compute(row: Packed) -> Features:
+        features = source.features(row)
+        for states in (features.aux_TAD, features.last_TD):
+            source.target.check_numbers(states.abs())  # so that -inf, which logits may have, is refused too
+        return features
+
+    return compute
+
+
+def _say_time(
+    cache: FeatureCache, shard: int, compute: Callable[[Packed], Features], tokens: int, say: Callable[[str], None]
+) -> None:
+    """Measures two passes of at most PASS_TOKENS tokens each, the first of which also initializes the device, and says
+    how long `tokens` tokens will take. Nothing is written."""
+    from fledge.io.display import format_duration
+    from fledge.states.writer import compute_pass, passes
+
+    first, end = next(passes(cache, *cache.manifest.shards[shard]))
+    for _ in range(2):
+        start = time.perf_counter()
+        for x in compute_pass(cache, compute, first, end).values():
+            x.cpu()
+        seconds = time.perf_counter() - start
+    speed = sum(cache.sizes.tokens[first:end]) / seconds
+    say(f"about {format_duration(tokens / speed)} for {tokens:,} tokens, at {speed:,.0f} tokens/s")

@@ -1,0 +1,185 @@
+"""A draft's forward pass in decoding, in the same fused operations as a native target's (`drafts/decode_layer.py`).
+
+`Draft.forward` is its definition, and what training runs: both have the same values up to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fledge.drafts.compiled_layers import CompiledLayers, Joined, layers_of
+from fledge.drafts.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.drafts.draft import Draft
+from fledge.drafts.kv_cache import CacheRows, KVCache
+from fledge.drafts.layers import EAGER, Compute
+from fledge.ops.compiled import MOST_ROWS, CompiledWeight
+from fledge.ops.decode_layer import add_rms_norm, join_embedding
+from fledge.ops.decode_layer.definition import rms_norm
+from fledge.ops.few_rows import norm_linear, plain_linear
+from fledge.ops.implementations import best_impl
+from fledge.ops.packed_weight import packed_model
+from fledge.ops.rope import cos_sin
+
+
+class DraftDecoder:
+    """The forward pass of a draft with a key-value cache. All its functions are without gradients.
+
+    It has the draft's own parameters: those of the projections become views of joined matrices (`layer_weights`), so
+    that the draft can still be trained. On a CPU, products may read copies of them (`ops/packed_weight.py`), so
+    that a draft whose parameters have changed needs a new decoder there. So does one that was moved to another device
+    or dtype.
+    """
+
+    def __init__(self, draft: Draft):
+        self.draft, config = draft, draft.config
+        self.shape = LayerShape(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            eps=config.rms_norm_eps,
+        )
+        layers = [layer_weights(block, self.shape) for block in draft.blocks]
+        reading = layers[-1].without_queries()  # what `read` computes of the last layer
+        weights = [*(m for w in layers for m in w.matrices()), reading.qkv, draft.fc.weight, draft.head]
+        aliases = packed_model(draft, weights, draft.parameters(), list) or weights
+        *matrices, keys_and_values, self.fc, self.head = aliases
+        rest = iter(matrices)
+        self.layers = [w.with_matrices(rest) for w in layers]
+        self.reading = replace(reading, qkv=keys_and_values)
+        self.embedding = draft.embedding  # of the target that the draft is used with now
+        self.target_id_W = draft.target_ids()
+        others = (
+            [self.embedding] if draft.family.fuses_embedding else [self.embedding, draft.midlayer.hidden_norm.weight]
+        )
+        norm_E = None if draft.family.borrows_head else draft.norm.weight
+        self.compiled = layers_of(self.layers, self.shape, norm_E, others)
+        self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
+
+    def to_target(self, draft_id: Tensor) -> Tensor:
+        """Converts draft ids to target ids, of any shape."""
+        return draft_id if self.draft.d2t is None else self.target_id_W[draft_id]
+
+    def fuse(self, aux_TAD: Tensor) -> Tensor:
+        """See `Draft.fuse`. On a CPU, the norms of all layers' states are computed together."""
+        draft, config = self.draft, self.draft.config
+        if not (aux_TAD.is_cpu and draft.family.reads_layers):
+            return draft.fuse(aux_TAD, self.compute)
+        if config.fc_norm:
+            gain_AD = torch.stack([norm.weight for norm in draft.fc_norm])
+            aux_TAD = rms_norm(aux_TAD, gain_AD, config.rms_norm_eps)
+        flat = aux_TAD.flatten(1)
+        if config.norm_before_fc:
+            flat = rms_norm(flat, draft.input_norm.weight, draft.input_norm.eps)
+        return plain_linear(flat, self.fc)
+
+    def rotation(self, position_M: Tensor) -> Rotation:
+        """cos and sin at the positions, each [M, rotated], computed in float32."""
+        rotary = self.draft.rotary
+        return cos_sin(position_M, rotary.frequencies, rotary.scale, self.draft.dtype)
+
+    def read(self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, rows: CacheRows) -> None:
+        """Adds the keys and values of M rows to the cache, and computes nothing else of the last layer."""
+        attend, last, normed_ME = CachedRows(rows), len(self.layers) - 1, None
+        for i, w in enumerate(self.layers):
+            w = self.reading if i == last else w
+            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, normed_ME=normed_ME)
+            if i == last:
+                attend.write(i, qkv_MO, w, rotation)
+            else:
+                attended_MO = attend(i, qkv_MO, w, rotation)
+                state_ME, normed_ME = layer_output(attended_MO, residual_ME, w, self.layers[i + 1].input_norm)
+
+    def step(
+        self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
+        asked: CachedRows | None = None, row_M: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """One draft step of M rows, as `Draft.step`. Of the last layer, the output [Q, E] of the queries of `asked`
+        (None: of all rows); the other layers compute all rows. With `row_M` (int64), row m has the state `row_M[m]`, of
+        any number of states. Also returns the norm of the output where it was computed on the way, for `predict`."""
+        last, normed_ME = len(self.layers) - 1, None
+        queries = asked or attend
+        if self.compiled and (not last or queries is attend) and self.compiled.takes(queries.rows, token_M.numel()):
+            return self._compiled_step(self.compiled, token_M, state_ME, rotation, queries, row_M)
+        for i, w in enumerate(self.layers):
+            at = asked if asked is not None and i == last else attend
+            qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, row_M, normed_ME)
+            next_norm = None if i == last else self.layers[i + 1].input_norm
+            attended_MO = at(i, qkv_MO, w, rotation)
+            state_ME, normed_ME = layer_output(attended_MO, at.asked(residual_ME), w, next_norm)
+        return state_ME, None
+
+    def _compiled_step(
+        self, layers: CompiledLayers, token_M: Tensor, state_ME: Tensor, rotation: Rotation, queries: CachedRows,
+        row_M: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        draft = self.draft
+        if draft.family.fuses_embedding:
+            first, state_ME = self._first_input(token_M, state_ME, row_M)
+        else:
+            state_ME = state_ME if row_M is None else state_ME[row_M]
+            first = self._joined(token_M)
+        out_QE, normed_QE, _ = layers(state_ME, rotation, queries.rows, asked_Q=queries.asked_Q, first=first)
+        return out_QE, normed_QE
+
+    def _joined(self, token_M: Tensor) -> Joined:
+        draft, gain_E = self.draft, self.layers[0].input_norm
+        gains = gain_E, draft.midlayer.hidden_norm.weight
+        return Joined(token_M, self.embedding, *gains, draft.config.norm_before_residual)
+
+    def rest_of_chain(
+        self, token_B: Tensor, state_BE: Tensor, rotation: Rotation, cache: KVCache, slot_KB: Tensor,
+        noise: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """The next K tokens of a chain of each sequence, target ids, int64 [B, K]: what K times `step`, `predict` and
+        the likeliest token give, in one call; with `noise`, the states [K, B] and temperatures [B] of `coupled`, the
+        likeliest with that noise. `rotation` [K B, rotated] and the slots are those of all steps. None where it cannot
+        be computed so."""
+        head = getattr(self.head, "packed_copy", None)
+        if self.compiled is None or self.compiled.final_norm_E is None or self.draft.family.fuses_embedding:
+            return None
+        if len(self.layers) > 1 or slot_KB.shape[1] > MOST_ROWS or not isinstance(head, CompiledWeight):
+            return None
+        ids = None if self.draft.d2t is None else self.target_id_W
+        normed = self.draft.config.norm_output
+        joined = self._joined(token_B)
+        return self.compiled.chain(joined, state_BE, rotation, cache, slot_KB, head, ids, normed, noise).T
+
+    def predict(self, out_SE: Tensor, normed_SE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The input state of the next step [S, E] and the logits [S, W] from the two results of `step`, as
+        `Draft.split_output` and `Draft.logits`."""
+        draft = self.draft
+        if draft.family.borrows_head:
+            return out_SE, plain_linear(out_SE, self.head)
+        if normed_SE is not None:
+            return normed_SE if draft.config.norm_output else out_SE, plain_linear(normed_SE, self.head)
+        if draft.config.norm_output:
+            normed_SE, _ = add_rms_norm(out_SE, None, draft.norm.weight, draft.norm.eps)
+            return normed_SE, plain_linear(normed_SE, self.head)
+        return out_SE, norm_linear(out_SE, draft.norm.weight, draft.norm.eps, self.head)
+
+    def _project(
+        self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None = None,
+        normed_ME: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """A layer's fused projections [M, O] and its residual [M, E]. The first layer reads the tokens too, and chooses
+        its states by `row_M`; for the others, `normed_ME` is as in `norm_linear`."""
+        if layer:
+            eps = w.shape.eps
+            return norm_linear(state_ME, w.input_norm, eps, w.qkv, w.qkv_bias, normed_ME=normed_ME), state_ME
+        x_MI, residual_ME = self._first_input(token_M, state_ME, row_M)
+        return plain_linear(x_MI, w.qkv, w.qkv_bias), residual_ME
+
+    def _first_input(self, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the projections of the first layer read, [M, I], and its residual [M, E]."""
+        draft, w, E = self.draft, self.layers[0], state_ME.shape[1]
+        if draft.family.fuses_embedding:
+            joined_M2E, _ = join_embedding(token_M, state_ME, self.embedding, row_M=row_M)
+            x_ME = plain_linear(joined_M2E, self.fc, draft.fc.bias)
+            return x_ME, x_ME
+        gains = w.input_norm, draft.midlayer.hidden_norm.weight, w.shape.eps
+        x_M2E, state_ME = join_embedding(token_M, state_ME, self.embedding, *gains, row_M=row_M)
+        return x_M2E, x_M2E[:, E:] if draft.config.norm_before_residual else state_ME

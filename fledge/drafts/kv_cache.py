@@ -1,0 +1,295 @@
+"""Key-value caches with exact rollback, as contiguous segments of one pool of token slots, for drafts and targets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.ops.implementations import use_triton
+from fledge.ops.packed_attention import PackedAttention
+from fledge.ops.tree_attention import COUNTERS, Visible, VisibleChain, tree_attention
+from fledge.ops.tree_attention.definition import attend_to_slots, slots_and_masks
+
+MIN_SLOTS = 256  # slots of a new pool
+
+
+class SlotPool:
+    """The keys and values of P token slots in all layers, `buffer` [layers, 2, G, P, d].
+
+    `layers` are views of it: the keys and the values of each layer, [G, P, d].
+
+    A sequence gets a contiguous segment of slots for its whole life: its keys are a view, and requests come and go
+    without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove NaN or
+    infinite values. The pool grows when segments do not fit; its buffer is then another tensor. Its memory is freed
+    with its last segment. After `make_room`, segments are of one size where that fits, so that what a short request
+    leaves free also fits a long one.
+
+    An exception at any moment, as of Ctrl-C, loses slots at most: it never leaves some free that are in use, or that
+    the buffer does not have.
+
+    `counters` are those of `tree_attention` for the sequences of the pool, whose passes come one after the other.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
+        self._shape = layers, 2, kv_heads, 0, head_dim
+        self._set_buffer(torch.zeros(self._shape, device=device, dtype=dtype))
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self._free: list[tuple[int, int]] = []  # (first, end) of the free ranges of slots, ascending
+        self._least = 0  # the slots of a segment, where they fit
+
+    @property
+    def slots(self) -> int:
+        return self.buffer.shape[3]
+
+    def _set_buffer(self, buffer: Tensor) -> None:
+        layers = [layer.unbind() for layer in buffer]  # once, not in each pass
+        self.buffer, self.layers = buffer, layers
+
+    @torch.inference_mode()
+    def reserve(self, slots: int) -> None:
+        """Grows the pool to at least this number of slots."""
+        if (more := slots - self.slots) > 0:
+            free = _merged([*self._free, (self.slots, slots)])
+            self._set_buffer(F.pad(self.buffer, (0, 0, 0, more)))
+            self._free = free
+
+    def make_room(self, segments: int, size: int) -> None:
+        """Grows the pool, which has a segment, so that it need not grow while there are at most so many beside those of
+        now, each of at most `size` slots, in whatever order they come and go."""
+        assert self.slots, "the memory would be freed with the last segment"
+        self._least = max(self._least, size)
+        for first, given in self._allocate([self._least] * segments):
+            self.release(first, given)
+
+    def allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """A segment (first slot, size) of each size or more, which is free no longer. The pool grows if they do not
+        fit."""
+        return self._fit([max(size, self._least) for size in sizes]) or self._allocate(sizes)
+
+    def _allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Segments of exactly these sizes. The pool grows if they do not fit."""
+        if (segments := self._fit(sizes)) is None:
+            # by a quarter at least, since growing copies all slots, and graphs are captured again
+            self.reserve(max(self.slots + max(sum(sizes), self.slots // 4), MIN_SLOTS))
+            segments = self._fit(sizes)
+        return segments
+
+    def _fit(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Segments of these sizes in the free slots, which are free no longer; None if they do not fit."""
+        free, segments = list(self._free), []
+        for size in sizes:
+            at = next((i for i, (first, end) in enumerate(free) if end - first >= size), None)
+            if at is None:
+                return None
+            first, end = free[at]
+            free[at] = (first + size, end)
+            segments.append((first, size))
+        self._free = free
+        return segments
+
+    def release(self, first: int, size: int) -> None:
+        """Makes a segment free again."""
+        free = _merged([*self._free, (first, first + size)])
+        if free == [(0, self.slots)]:
+            self._free = []
+            self._set_buffer(self.buffer.new_zeros(self._shape))
+        else:
+            self._free = free
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """[first, end) ranges in ascending order, adjacent ones joined, without empty ones."""
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(r for r in ranges if r[0] < r[1]):
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, end))
+    return merged
+
+
+class KVCache:
+    """The cache of B sequences, each a segment of a pool.
+
+    Sequence b has the slots from `start_B[b]` on, of which the first `length_B[b]` hold committed tokens (both int64 on
+    the device). The slots after them, up to the segment's size, are for the rows of the next passes.
+    """
+
+    def __init__(self, pool: SlotPool, sizes: Sequence[int] = ()):
+        self.pool = pool
+        self.segments = pool.allocate(sizes)
+        device = pool.buffer.device
+        self.start_B = torch.tensor([first for first, _ in self.segments], dtype=torch.int64).to(device)
+        self.length_B = torch.zeros(len(self.segments), dtype=torch.int64, device=device)
+        self.known_lengths: list[int] | None = [0] * len(self.segments)  # `lengths`, where the host knows them
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of committed tokens of each sequence. Synchronizes the device unless the host knows them."""
+        return self.length_B.tolist() if self.known_lengths is None else self.known_lengths
+
+    def next_slots(self, n: int) -> Tensor:
+        """The n slots after the committed tokens of each sequence, int64 [B, n]."""
+        first_B1 = (self.start_B + self.length_B)[:, None]
+        return first_B1 + torch.arange(n, device=first_B1.device)
+
+    @torch.inference_mode()
+    def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
+        """Commits the first `count_B[b]` rows of each sequence that were written after its committed ones; or, of those
+        rows, the first `count_B[b]` at the indices `path_BR[b]` (ascending), which are moved to the front. Does not
+        synchronize."""
+        if path_BR is not None:
+            first = (self.start_B + self.length_B)[:, None]
+            to_BR = first + torch.arange(path_BR.shape[1], device=first.device)
+            moved = self.pool.buffer.index_select(3, (first + path_BR).flatten())
+            self.pool.buffer.index_copy_(3, to_BR.flatten(), moved)
+        self.length_B += count_B
+        self.known_lengths = None
+
+    @torch.inference_mode()
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keeps only the sequences with these indices, in this order, and frees the others' segments."""
+        dropped = [self.segments[b] for b in set(range(len(self.segments))) - set(sequences)]
+        self.segments = [self.segments[b] for b in sequences]  # first, so that an exception makes no segment free twice
+        for segment in dropped:
+            self.pool.release(*segment)
+        index = torch.tensor(sequences, dtype=torch.int64).to(self.start_B.device)
+        self.start_B, self.length_B = self.start_B[index], self.length_B[index]
+        if self.known_lengths is not None:
+            self.known_lengths = [self.known_lengths[b] for b in sequences]
+
+    def repeated(self, times: int) -> KVCache:
+        """A cache of as many sequences that all have the segment of this one's only sequence, which keeps it."""
+        other = KVCache(self.pool)
+        other.start_B, other.length_B = self.start_B.repeat(times), self.length_B.repeat(times)
+        other.known_lengths = None
+        return other
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors with one entry for each sequence."""
+        return [self.start_B, self.length_B]
+
+    @torch.inference_mode()
+    def append(self, other: KVCache) -> None:
+        """Appends the sequences of another cache of the same pool."""
+        self.segments = [*self.segments, *other.segments]
+        self.start_B = torch.cat([self.start_B, other.start_B])
+        self.length_B = torch.cat([self.length_B, other.length_B])
+        self.known_lengths = None
+
+
+class CacheRows:
+    """Rows of a pass over the sequences of a cache: where their keys and values go, `slot_M`, and what they see.
+
+    M rows are grouped by sequence. There may be fewer queries than rows.
+    """
+
+    cache: KVCache
+    slot_M: Tensor
+
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """The attention of Q queries to the slots that they see, [Q, H, d]. `scale` None is d^-1/2. The slots already
+        hold the rows' keys and values."""
+        raise NotImplementedError
+
+
+class TreeRows(CacheRows):
+    """n rows of each sequence after its committed tokens. Does not synchronize.
+
+    Each row sees the committed tokens, and those of the J slots after them that `visible` [B, S, J] says. The S queries
+    are the n rows, or fewer with visibilities of their own. `position_BS` are the queries' positions, needed with
+    windows only. `slot_Bn` are the rows' slots (int64) if they are not the next ones, as for nodes of a tree behind
+    those of earlier passes.
+    """
+
+    def __init__(
+        self, cache: KVCache, n: int, visible: Visible | VisibleChain, position_BS: Tensor | None = None,
+        slot_Bn: Tensor | None = None,
+    ):  # fmt: skip
+        self.cache, self.visible, self.position_BS = cache, visible, position_BS
+        self.slot_M = (cache.next_slots(n) if slot_Bn is None else slot_Bn).flatten()
+        self._in_window: dict[int, Visible] = {}  # `visible` without the rows before a window
+        self._slots: dict[int | None, list[tuple[Sequence[Tensor], Tensor | None]]] = {}  # read with each window
+
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """See `CacheRows.read`. The queries are those of `visible`."""
+        if not use_triton(None, q_QHd):
+            return self._read_with_torch(layer, q_QHd, scale, window)
+        cache, visible = self.cache, self._visible_in(window)
+        out = tree_attention(
+            q_QHd.view(*visible.shape[:2], *q_QHd.shape[1:]), *cache.pool.layers[layer], cache.start_B,
+            cache.length_B, visible, scale=scale, window=window, position_BS=self.position_BS,
+            counters=cache.pool.counters,
+        )  # fmt: skip
+        return out.flatten(0, 1)
+
+    def _read_with_torch(self, layer: int, q_QHd: Tensor, scale: float | None, window: int | None) -> Tensor:
+        """`read` by `attend_to_slots`. Masks and views of the slots are made once for all layers, not in each."""
+        if window not in self._slots:
+            cache = self.cache
+            buffer, (H, G) = cache.pool.buffer, (q_QHd.shape[1], cache.pool.buffer.shape[2])
+            visible, position_BS = self._visible_in(window), self.position_BS
+            reads = slots_and_masks(cache.start_B, cache.length_B, visible, window, position_BS, H // G, q_QHd.dtype)
+            both = buffer.flatten(0, 1)[:, None]  # the keys of a layer, then its values
+            self._slots[window] = [(both[:, :, :, slots].unbind(), mask) for slots, mask in reads]
+        read = [(both[2 * layer], both[2 * layer + 1], mask) for both, mask in self._slots[window]]
+        return attend_to_slots(q_QHd, read, scale)
+
+    def _visible_in(self, window: int | None) -> Visible | VisibleChain:
+        """`visible` without the rows before a window, of which there are some only if a path is longer than it. All
+        rows must then be queries."""
+        if window is None or self.visible.shape[2] <= window:
+            return self.visible
+        if window not in self._in_window:
+            position_BS = self.position_BS
+            recent_BSS = position_BS[:, None] > position_BS[..., None] - window
+            self._in_window[window] = Visible(self.visible.mask_BSJ & recent_BSS)
+        return self._in_window[window]
+
+
+class PromptRows(CacheRows):
+    """The next `counts[b]` tokens of each sequence of a cache, one sequence after the other; some may have none. Each
+    row sees all tokens of its sequence up to its own. `position_M` are the rows' positions. Synchronizes unless the
+    host knows the cache's lengths, as it does while nothing but prompts was added."""
+
+    def __init__(self, cache: KVCache, counts: Sequence[int]):
+        self.cache, self.counts, self.lengths = cache, list(counts), cache.lengths
+        starts = [first for first, _ in cache.segments]
+        self.attention = PackedAttention(self.counts, self.lengths, starts, cache.start_B.device)
+        self.slot_M, self.position_M = self.attention.slot_M, self.attention.position_M
+
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """See `CacheRows.read`. All rows are queries."""
+        return self.attention(q_QHd, *self.cache.pool.layers[layer], scale, window)
+
+    def commit(self, count_B: Tensor) -> None:
+        """Commits all rows; `count_B` are the `counts` on the cache's device."""
+        self.cache.keep(None, count_B)
+        self.cache.known_lengths = [n + count for n, count in zip(self.lengths, self.counts, strict=True)]
+
+
+class LastRows(CacheRows):
+    """The rows of prompts, of which only the last one of each sequence is a query. `count_B` are the `counts` of the
+    prompts' rows on the cache's device; a sequence without rows has a query too, whose result means nothing."""
+
+    def __init__(self, rows: PromptRows, count_B: Tensor):
+        self.cache, self.slot_M = rows.cache, rows.slot_M
+        before = copy.copy(rows.cache)  # as if all tokens but the last one were committed
+        before.length_B = (before.length_B + count_B - 1).clamp_min(0)
+        itself = VisibleChain(torch.zeros_like(count_B)[:, None], 1, sees_all=True)
+        self.last = TreeRows(before, 1, itself, before.length_B[:, None])
+
+    def read(
+        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:  # fmt: skip
+        """See `CacheRows.read`."""
+        return self.last.read(layer, q_QHd, scale=scale, window=window)

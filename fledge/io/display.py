@@ -1,0 +1,338 @@
+"""Terminal output of the commands: messages and progress on standard error, results on standard output.
+
+Text that comes from files or models is escaped, so that no terminal interprets control characters in it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
+
+KEPT_START, KEPT_END = 1400, 600  # characters of a longer message that are printed
+LINE_INTERVAL = 20  # seconds between two progress lines, where standard error is not a terminal
+SPEED_WINDOW = 600  # seconds over which the speed is averaged to estimate the remaining time
+MIN_LABEL_WIDTH = 16  # terminal columns that a table's row labels get at least
+MIN_BAR_WIDTH = 80  # a narrower terminal (in columns) shows no bar, only the counts
+MIN_SPEED_WIDTH = 50  # and a terminal that is still narrower no speed
+
+# control characters, line separators, lone surrogates, and characters that change the direction of text
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+# a shell command at the end of a message: after a colon, an indentation or a prompt
+_COMMAND = re.compile(r"(?:(?<=: )|(?<=^\$ )|(?<=^  ))(?:fledge|vllm|torchrun|\S*python[\d.]*) .*$")
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """`text` with Python escape sequences (`\\x1b`) for all characters that a terminal could interpret, except those
+    in `keep`."""
+    return _UNSAFE.sub(lambda m: m[0] if m[0] in keep else m[0].encode("unicode_escape").decode(), text)
+
+
+def format_message(text: object) -> str:
+    """`text` as one escaped line. Only the start and the end of a long text are kept."""
+    text = str(text)
+    omitted = len(text) - KEPT_START - KEPT_END
+    if omitted > 0:
+        text = f"{text[:KEPT_START]} [... {omitted:,} characters ...] {text[-KEPT_END:]}"
+    return escaped(text)
+
+
+def fit(text: str, width: int) -> str:
+    """`text` in lines of at most `width` terminal columns, broken at spaces. What is copied from a message stays in one
+    piece, which the terminal wraps: longer words, such as paths, and a command that ends the message."""
+    command = _COMMAND.search(text)
+    words = [*text[: command.start() - 1].split(" "), command[0]] if command else text.split(" ")
+    lines = [words[0]]
+    for word in words[1:]:
+        if cell_len(lines[-1]) + 1 + cell_len(word) <= width or not lines[-1].strip():
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def fit_stream(text: str, stream: TextIO) -> str:
+    """`fit` to the width of a stream, if it is a terminal."""
+    console = Console(file=stream)
+    return fit(text, console.width) if console.is_terminal else text
+
+
+@contextmanager
+def held_warnings() -> Iterator[None]:
+    """Shows the warnings of the block after it, so that none comes in the middle of a line of text."""
+    held: list[tuple[Any, Any]] = []
+    show = warnings.showwarning
+    warnings.showwarning = lambda *given, **more: held.append((given, more))
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        for given, more in held:
+            show(*given, **more)
+
+
+def print_error(error: object) -> None:
+    """Prints an error message to standard error, if that is still open."""
+    stream = FaultTolerantStream(sys.stderr)
+    print(fit_stream(f"fledge: {format_message(error)}", stream), file=stream, flush=True)
+
+
+class _ResultConsole(Console):
+    """A console on standard output that raises BrokenPipeError when the pipe is closed, as `print` does."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        raise  # the exception that rich is handling when it calls this method
+
+
+def _print_line(console: Console, line: str) -> None:
+    text = format_message(line)
+    console.print(fit(text, console.width) if console.is_terminal else text, soft_wrap=True)
+
+
+class ResultPrinter:
+    """Prints a job's results, lines and tables, to standard output. On a terminal, lines are broken at spaces."""
+
+    def __init__(self) -> None:
+        self.console = _ResultConsole()
+
+    def print(self, line: str) -> None:
+        _print_line(self.console, line)
+
+    def amounts(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Prints labelled amounts: a table of two columns on a terminal, else a line for each."""
+        if self.console.is_terminal:
+            labels, amounts = zip(*rows, strict=True)
+            self.table({heading: labels, "": amounts}, optional=())
+            return
+        for label, amount in rows:
+            self.print(f"{heading}: {label}: {amount}")
+
+    def table(self, columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> list[str]:
+        """Prints a table, given as its columns by heading. The first column holds the row labels and wraps if needed.
+
+        If the table is still too wide, the columns named in `optional` are omitted, in that order, until it fits.
+        Returns the headings of the omitted columns.
+        """
+        shown = {heading: [format_message(cell) for cell in cells] for heading, cells in columns.items()}
+        omitted: list[str] = []
+        while len(omitted) < len(optional) and _min_width(shown) > self.console.width:
+            omitted.append(optional[len(omitted)])
+            del shown[omitted[-1]]
+        first, *others = shown
+        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        grid.add_column(first, overflow="fold")
+        for heading in others:
+            grid.add_column(heading, justify="right", no_wrap=True)
+        for row in zip(*shown.values(), strict=True):
+            grid.add_row(*row)
+        self.console.print(grid)
+        return omitted
+
+
+def _min_width(columns: Mapping[str, Sequence[str]]) -> int:
+    """The terminal columns that a table needs. The padding takes two for each column, and one more in total."""
+    labels, *others = (max(map(cell_len, (heading, *cells))) for heading, cells in columns.items())
+    return min(labels, MIN_LABEL_WIDTH) + sum(others) + 2 * len(columns) + 1
+
+
+def redirect_to_devnull(stream: TextIO) -> None:
+    """Discards everything written to a stream from now on, including what Python has buffered and flushes at exit."""
+    with open(os.devnull, "w") as devnull:
+        os.dup2(devnull.fileno(), stream.fileno())
+
+
+class FaultTolerantStream:
+    """A stream that may be closed by its reader (a closed pipe, a terminal that hung up).
+
+    After the first failed write, `closed_by_reader` is True and further output is discarded.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.closed_by_reader = False
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._discard()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._discard()
+
+    def _discard(self) -> None:
+        self.closed_by_reader = True
+        redirect_to_devnull(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class ProgressDisplay:
+    """Messages and progress bars on standard error while a job runs. With `quiet`, nothing is printed."""
+
+    def __init__(self, quiet: bool = False):
+        self._stream = FaultTolerantStream(sys.stderr)
+        self.console = Console(file=self._stream, stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
+        self._training: _ProgressBar | None = None
+
+    @property
+    def stderr_closed(self) -> bool:
+        """Whether the reader of standard error has closed it."""
+        return self._stream.closed_by_reader
+
+    def say(self, line: str) -> None:
+        """Prints a message. On a terminal, it is broken at spaces, but not in a command or path, to be copied."""
+        _print_line(self.console, line)
+
+    @contextmanager
+    def count(
+        self, label: str, total: int | None, done: int = 0, unit: str | None = None, passing: bool = False
+    ) -> Iterator[Callable[..., None]]:
+        """Context manager: shows a progress bar of `total` items (None: it is not known how many), `done` of which are
+        finished already. Yields a function that adds n finished items (by default one). With `unit`, the name of the
+        items, it also shows how many are finished per second or minute. With `passing`, nothing of it stays on a
+        terminal, and lines are printed only if it takes long."""
+        bar = _ProgressBar(self, label, total, done, passing)
+
+        def advance(n: int = 1) -> None:
+            finished = int(bar.task.completed) + n
+            rate = _rate((finished - done) / (bar.task.elapsed or 1), unit) if unit else ""
+            bar.update(finished, rate=rate)
+
+        try:
+            yield advance
+        finally:
+            bar.close()
+
+    def start_training(self, label: str, steps: int) -> None:
+        """Shows the progress bar of a training run, before its first step."""
+        self._training = _ProgressBar(self, label, steps)
+
+    def step(self, steps: int, metrics: dict[str, Any]) -> None:
+        """Shows the metrics of a training step: loss, simulated τ, speed, and the decoded τ if it was measured."""
+        tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
+        speed = f"{metrics['tokens_per_s']:,.0f} tokens/s"
+        self._training.update(metrics["step"], f"loss {_loss(metrics)}  {tau}", speed)
+        if "eval_tau" in metrics:
+            self.say(f"step {metrics['step']:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts")
+        if metrics["step"] == steps:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the training bar, so that later messages appear below it."""
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+
+def _rate(per_second: float, unit: str) -> str:
+    """A speed as text, by the minute where it is slow."""
+    if per_second < 1:
+        return f"{60 * per_second:.1f} {unit}/min"
+    return f"{per_second:,.{1 if per_second < 10 else 0}f} {unit}/s"
+
+
+def _loss(metrics: dict[str, Any]) -> str:
+    """The loss of a step as text. A loss that would round to 0.000 is shown as "under 0.001", and a step in which no
+    token was scored has no loss."""
+    if not any(metrics["scored"]):
+        return "- (no token in the draft vocabulary)"
+    return f"{metrics['loss']:.3f}" if metrics["loss"] >= 0.001 else "under 0.001"
+
+
+class _ProgressBar:
+    """Counts, elapsed time and estimated remaining time: a bar on a terminal, otherwise a line at most every
+    LINE_INTERVAL seconds and one at the end."""
+
+    def __init__(self, display: ProgressDisplay, label: str, total: int | None, done: int = 0, passing: bool = False):
+        self.say, self.label, self.note = display.say, format_message(label), ""
+        self.printed = self.first = done
+        self.passing = passing
+        self.prints_lines = not display.console.is_interactive
+        wide = display.console.width >= MIN_BAR_WIDTH
+
+        def fixed(kind: type[ProgressColumn]) -> ProgressColumn:
+            return kind(table_column=Column(no_wrap=True))
+
+        self.elapsed, self.left = fixed(TimeElapsedColumn), fixed(TimeRemainingColumn)
+        rate = TextColumn("{task.fields[rate]}", table_column=Column(no_wrap=True))
+        columns = [
+            fixed(MofNCompleteColumn), *[self.elapsed] * wide, *[self.left, TextColumn("left")] * (total is not None),
+            _LabelColumn(), *[rate] * (display.console.width >= MIN_SPEED_WIDTH),
+        ]  # fmt: skip
+        self.bar = Progress(
+            *[BarColumn(bar_width=10)] * wide, *columns, console=display.console, disable=self.prints_lines,
+            speed_estimate_period=SPEED_WINDOW, transient=passing,
+        )  # fmt: skip
+        self.id = self.bar.add_task(self.label, total=total, completed=done, rate="")
+        self.printed_at = time.monotonic()
+        self.bar.start()
+
+    @property
+    def task(self) -> Task:
+        return self.bar.tasks[0]
+
+    def update(self, done: int, note: str = "", rate: str = "") -> None:
+        """Sets the number of finished items. `note` is shown in place of the label, `rate` after it, where a narrow
+        terminal crops the label only; both are at the end of a line."""
+        self.note = "".join(f"  {text}" for text in (note, rate) if text)
+        self.bar.update(self.id, completed=done, description=note or self.label, rate=rate)
+        if self.prints_lines and time.monotonic() - self.printed_at >= LINE_INTERVAL:
+            self._print_line()
+
+    def close(self) -> None:
+        brief = self.passing and self.printed == self.first
+        if self.prints_lines and self.printed != self.task.completed and not brief:
+            self._print_line()
+        self.bar.stop()
+
+    def _print_line(self) -> None:
+        self.printed_at, self.printed = time.monotonic(), self.task.completed
+        elapsed, left = (column.render(self.task).plain for column in (self.elapsed, self.left))
+        of, left = ("", "") if self.task.total is None else (f"/{self.task.total:,}", f", {left} left")
+        self.say(f"{self.label} {self.printed:,}{of}, {elapsed} elapsed{left}{self.note}")
+
+
+class _LabelColumn(ProgressColumn):
+    """The label or note of a progress bar, cropped if the terminal is narrow."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in hours and minutes, or in seconds if it is less than two minutes."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -1,0 +1,199 @@
+"""Model names: local directories, or Hugging Face hub ids with an optional revision (owner/name@revision); and the
+download of what they name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import io
+import re
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fledge.io.json_text import read_json
+from fledge.io.progress import Counter, progress_counter
+
+MEGABYTE = 10**6
+HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+DRAFT_FILES = (
+    "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "fledge/record.json"
+)  # fmt: skip
+
+
+def split_revision(name: str | Path) -> tuple[str, str | None]:
+    """Splits `owner/name@revision` into the hub id and the revision, as transformers takes them.
+
+    The revision is None without an @. A name that exists as a local path is returned unchanged.
+    """
+    match = None if Path(name).exists() else HUB_ID.fullmatch(str(name))
+    return (match["id"], match["revision"]) if match else (str(name), None)
+
+
+def hub_id(name: str | Path) -> str | None:
+    """The hub id in a model name, without its revision; None for a local path, and for anything else."""
+    match = None if Path(name).exists() else HUB_ID.fullmatch(str(name))
+    return match["id"] if match else None
+
+
+def cached_commit(name: str | Path) -> str | None:
+    """The commit of a hub model's config.json in the local cache, from which it is loaded; None if it is not there."""
+    if hub_id(name) is None:
+        return None
+    path = _cached(*split_revision(name), "config.json")
+    return None if path is None else path.parent.name
+
+
+def draft_directory(name: str | Path) -> Path:
+    """The local directory of a draft: the path itself, or the directory that a hub id was downloaded to.
+
+    A name is returned as a path, without asking the hub, if it exists, if it is not a valid hub id, or if its parent
+    is an existing directory (a local path with a typo). Raises ValueError if a hub id cannot be downloaded.
+    """
+    path = Path(name)
+    parent_exists = path.parent != Path() and path.parent.is_dir()
+    if path.exists() or parent_exists or not HUB_ID.fullmatch(str(name)):
+        return path
+    return _download(str(name))
+
+
+@functools.cache
+def _download(name: str) -> Path:
+    repository, revision = split_revision(name)
+    try:
+        return _snapshot(repository, revision, DRAFT_FILES)
+    except Exception as e:  # offline, unknown or private id, unknown revision: each raises another type
+        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        raise ValueError(
+            f"the draft {name} is not a local directory and cannot be downloaded from the hub: {reason}"
+        ) from e
+
+
+def download_weights(repository: str, revision: str | None) -> None:
+    """`download_files` of all safetensors files of a model. Weights of other formats are left to the reader."""
+    from fledge.io.tensors import INDEX, WEIGHTS
+
+    if not _shows_downloads(repository) or _cached(repository, revision, WEIGHTS):
+        return
+    with contextlib.suppress(Exception), _without_hub_warnings():
+        path = _cached(repository, revision, INDEX) or _download_if_there(repository, revision, INDEX)
+        of_tensors = {} if path is None else read_json(path)["weight_map"]
+        download_files(repository, revision, set(of_tensors.values()) or {WEIGHTS})
+
+
+def download_files(repository: str, revision: str | None, files: Collection[str]) -> None:
+    """Downloads files of a model to the hub library's cache if they are not there, and if progress is shown
+    (`fledge.io.progress`): whoever reads them next, as transformers does, would download them without it. Does nothing
+    for a local directory. Files that cannot be downloaded are left to the reader, which reports the error."""
+    from huggingface_hub import HfApi
+
+    if not _shows_downloads(repository):
+        return
+    if missing := [file for file in files if not _cached(repository, revision, file)]:
+        with contextlib.suppress(Exception), _without_hub_warnings():
+            size = sum(info.size for info in HfApi().get_paths_info(repository, missing, revision=revision))
+            _snapshot(repository, revision, map(glob.escape, missing), size)
+
+
+def _shows_downloads(repository: str) -> bool:
+    return progress_counter() is not None and not Path(repository).is_dir()
+
+
+def _cached(repository: str, revision: str | None, file: str) -> Path | None:
+    """The path of a file in the hub library's cache, without asking the hub; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(repository, file, revision=revision)
+    return Path(path) if isinstance(path, str) else None
+
+
+def _download_if_there(repository: str, revision: str | None, file: str) -> Path | None:
+    """The path of a file of a model after its download; None if the model has no such file."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repository, file, revision=revision))
+    except EntryNotFoundError:
+        return None
+
+
+def _snapshot(repository: str, revision: str | None, patterns: Iterable[str], size: int | None = None) -> Path:
+    """The local directory of a hub model's files with these patterns, which are downloaded."""
+    from huggingface_hub import snapshot_download
+
+    options: dict[str, Any] = dict(revision=revision, allow_patterns=list(patterns))
+    with contextlib.ExitStack() as stack:
+        if (counter := progress_counter()) is not None:
+            options["tqdm_class"] = _counting_bar(repository, counter, stack, size)
+        return Path(snapshot_download(repository, **options))
+
+
+def _counting_bar(repository: str, counter: Counter, stack: contextlib.ExitStack, size: int | None) -> type:
+    """A class of bars for the hub library, which are not drawn: the megabytes that they count are shown by one bar of
+    `counter`. It begins with the first megabyte, and `stack` ends it. Without `size`, its total is that of the files
+    whose download has begun by then."""
+    from tqdm import tqdm
+
+    lock, advance, shown = threading.Lock(), None, 0
+
+    class CountingBar(tqdm):
+        monitor_interval = 0  # no thread that redraws
+
+        def __init__(self, *args: Any, name: str | None = None, **options: Any):
+            """`name`, of a group of the hub library's bars, is given by some of its versions."""
+            super().__init__(*args, **options | {"file": io.StringIO(), "disable": False})
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            return True
+
+        def update(self, n: float | None = 1) -> bool | None:
+            """Called by the threads that download; of received and of written bytes, those count that are ahead."""
+            nonlocal advance, shown
+            with lock:
+                updated = super().update(n)
+                done = int(self.n // MEGABYTE)
+                if self.unit == "B" and done > shown:
+                    if advance is None:
+                        total = max(size or 0, self.total or 0, self.n)
+                        bar = counter(f"MB of {repository} from the hub", round(total / MEGABYTE), unit="MB")
+                        advance = stack.enter_context(bar)
+                    advance(done - shown)
+                    shown = done
+            return updated
+
+    return CountingBar
+
+
+def architectures(name: str | Path) -> tuple[str, ...]:
+    """The `architectures` in a model's config.json, by directory or hub id; () if the file cannot be had."""
+    try:
+        directory = Path(name)
+        file = directory / "config.json" if directory.is_dir() else _download_config(str(name))
+        found = read_json(file).get("architectures") or []
+        return tuple(str(architecture) for architecture in found)
+    except Exception:  # offline, private or unknown id, no JSON: each raises another type, and the names are optional
+        return ()
+
+
+def _download_config(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    repository, revision = split_revision(name)
+    with _without_hub_warnings():
+        return Path(hf_hub_download(repository, "config.json", revision=revision))
+
+
+@contextlib.contextmanager
+def _without_hub_warnings() -> Iterator[None]:
+    """Keeps huggingface_hub from printing two lines for every attempt to reach the hub."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

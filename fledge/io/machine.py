@@ -1,0 +1,121 @@
+"""The machine: its devices, processor, free memory, and what a record says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+INFO = Path("/proc/cpuinfo")
+MEMINFO = Path("/proc/meminfo")
+# a container's limit and what it uses of it, of cgroups of version 2 and 1
+CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+def resolve_device(device: str) -> str:
+    """The device, with "auto" replaced by "cuda" if there is a GPU, else by "cpu". Raises ValueError for a device that
+    does not exist on this machine, and for other types than CPU and CUDA."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        named = torch.device(device)
+    except RuntimeError as e:
+        raise ValueError(f"{device!r} is not a device; use auto, cpu, cuda, cuda:1, ..") from e
+    if named.type not in ("cpu", "cuda"):
+        raise ValueError(f"fledge runs on CPUs and CUDA GPUs, not on {device}; use auto, cpu, cuda, cuda:1, ..")
+    count = torch.cuda.device_count()
+    if named.type == "cuda" and (named.index or 0) >= count:
+        available = f"{count} CUDA devices, from cuda:0 on" if count else "no CUDA device; use cpu"
+        raise ValueError(f"device {device}: this machine has {available}")
+    return device
+
+
+def processor_name() -> str:
+    """The model name of the CPU, such as "AMD EPYC"; its architecture where the system does not say."""
+    lines = INFO.read_text().splitlines() if INFO.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def is_intel() -> bool:
+    """Whether the CPU is an x86 of Intel."""
+    if not INFO.exists():  # Windows
+        return "GenuineIntel" in platform.processor()
+    with INFO.open() as f:
+        return "GenuineIntel" in f.read(4096)  # of the first core, since Linux asks each core that is read
+
+
+def free_bytes(device: str | torch.device) -> int | None:
+    """The bytes that are free on a GPU, or in the memory of the machine or of the container that this runs in; None
+    where that is not known."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = []
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", MEMINFO.read_text(), re.M)
+        free += [1024 * int(found[1])] if found else []
+    for limit, used in CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            free.append(max(int(limit.read_text()) - int(used.read_text()), 0))
+    return min(free, default=None)
+
+
+def environment(device: str, dtype: str) -> dict[str, Any]:
+    """Device, dtype, CPU cores and threads, versions and commit, as JSON-ready data for a record."""
+    import torch
+    import transformers
+
+    chip = torch.cuda.get_device_name() if device.startswith("cuda") else processor_name()
+    return {
+        "device": chip,
+        "dtype": dtype.removeprefix("torch."),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit(),
+    }
+
+
+def command() -> list[str]:
+    """The command line of this process, as it would be typed."""
+    return ["fledge", *sys.argv[1:]]
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with `+` appended if files of the package differ from it; None outside a
+    checkout. The environment variable FLEDGE_COMMIT names it for sources that were copied without their repository."""
+    if named := os.environ.get("FLEDGE_COMMIT"):
+        return named
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "fledge"], cwd=root, capture_output=True)
+    except OSError:
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if changed.returncode else "")

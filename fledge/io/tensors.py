@@ -1,0 +1,205 @@
+"""Reading the tensors of drafts: the files that hold them, and the names that other projects give them."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fledge.config import DraftConfig
+from fledge.io.fields import shortened
+from fledge.io.json_text import read_json
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # of weights that are split into several files
+PICKLED = "pytorch_model.bin"  # the weights file of the EAGLE authors' drafts
+MAX_INDEX_BYTES = 2**24
+SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+# the first layer in the names of vLLM, and of speculators' EAGLE-1; the fusion layer in the latter
+PREFIXES = {"layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def weights_file(directory: Path) -> Path:
+    """The file with a draft's weights: a safetensors file, the index of several, or a pickle, in this order. Without
+    any of them it is the path of the first, which does not exist."""
+    candidates = (directory / name for name in (WEIGHTS, INDEX, PICKLED))
+    return next((file for file in candidates if file.is_file()), directory / WEIGHTS)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a `weights_file`. Code in a pickle is not run. Raises ValueError if the file, or a file that the
+    index names, is missing, truncated or of another format."""
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; the draft's weights are missing")
+    if file.name == INDEX:
+        return _read_shards(file)
+    try:
+        if file.name == PICKLED:
+            with warnings.catch_warnings(action="ignore"):  # torch's, about pickles of other programs
+                return _named_tensors(torch.load(file, map_location="cpu", weights_only=True))
+        with safe_open(file, framework="pt") as f:
+            return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
+    except pickle.UnpicklingError as e:
+        if "GLOBAL" in str(e):  # torch names a function or class that the file asks for
+            raise ValueError(
+                f"{file} holds more than tensors: loading it would run Python code, which fledge does not do. Get the "
+                f"draft as {WEIGHTS}"
+            ) from e
+        raise ValueError(
+            f"{file} is no file of tensors alone: it holds something that fledge does not load, since that could run "
+            f"Python code, or it is damaged. Get the draft as {WEIGHTS}"
+        ) from e
+    except Exception as e:  # a damaged file can raise anything, from its archive, pickle or header
+        raise _unreadable(file, e) from e
+
+
+def stray_weights(directory: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The names of weight files that are not the draft's, which engines read in addition or in place of them.
+
+    `tensors` are those of the draft's own files (`read_tensors`). vLLM and SGLang read all safetensors files, or those
+    that an index lists; SafeAILab's code reads `pytorch_model.bin` before safetensors. A file with the same tensors is
+    no stray: conversions leave both.
+    """
+    file = weights_file(directory)
+    own = {file.name, *(_read_index(file).values() if file.name == INDEX else ())}
+    others = sorted(path for path in directory.iterdir() if path.name not in own and path.is_file())
+    return tuple(path.name for path in others if _is_weights(path) and not _is_copy(path, tensors))
+
+
+def stray_readers(stray: str) -> tuple[str, ...]:
+    """The engines that read a file of `stray_weights`, as keys of `engines.support.TITLES`."""
+    return ("safeailab",) if stray.endswith(".bin") else ("vllm", "sglang", "speculators")
+
+
+def stray_symptom(stray: str) -> str:
+    """What engines do with a file of `stray_weights`."""
+    if "safeailab" in stray_readers(stray):
+        return "SafeAILab's code reads it in place of the draft's weights"
+    return "vLLM and SGLang read it too: its tensors replace those of the draft, or vLLM refuses them"
+
+
+def _is_weights(file: Path) -> bool:
+    pickled = file.name.startswith("pytorch_model") and file.suffix == ".bin"
+    return file.name == INDEX or file.suffix == ".safetensors" or pickled
+
+
+def _is_copy(file: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a file has only tensors that the draft has too; a pickle, which is read alone, must have all of them."""
+    try:
+        if file.name == INDEX:
+            return set(_read_index(file).values()) == {WEIGHTS}
+        found = read_tensors(file)
+    except ValueError:
+        return False
+    if file.suffix == ".bin" and found.keys() != tensors.keys():
+        return False
+    return all(name in tensors and _is_same(x, tensors[name]) for name, x in found.items())
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors are equal bit for bit, in any dtype."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    why = next(iter(str(error).splitlines()), type(error).__name__)
+    return ValueError(f"{file} cannot be read ({why}); it is truncated or damaged, copy it again")
+
+
+def _named_tensors(content: Any) -> dict[str, Tensor]:
+    """Raises ValueError unless a pickle's content is a dict of dense tensors whose storage has all their values."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a value of type {type(content).__name__}, not a dict of tensors")
+    for name, x in content.items():
+        if not isinstance(name, str) or not isinstance(x, Tensor) or x.layout != torch.strided:
+            raise ValueError(f"{shortened(str(name))} is not a dense tensor")
+        if x.numel() * x.element_size() > x.untyped_storage().nbytes():
+            raise ValueError(f"{shortened(name)} has shape {list(x.shape)}, but the file has only a part of its values")
+    return content
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of all files that an index lists."""
+    places = _read_index(index)
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        found = read_tensors(index.with_name(shard))
+        listed = {name for name, place in places.items() if place == shard}
+        if odd := sorted(listed ^ found.keys()):
+            where = "not in that file" if odd[0] in listed else "in that file and not in the index"
+            raise ValueError(f"{index} does not match {shard}: {shortened(odd[0])} is {where}; copy the draft again")
+        tensors |= found
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file name of each tensor. Raises ValueError for an index with anything else, e.g. a path."""
+    try:
+        content = read_json(index, MAX_INDEX_BYTES)
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(places, dict) or not places:
+            raise ValueError("it has no weight_map")
+        if odd := next((p for p in places.values() if not _is_shard(p)), None):
+            raise ValueError(f"{shortened(repr(odd))} is not the name of a safetensors file")
+    except ValueError as e:
+        raise _unreadable(index, e) from e
+    return places
+
+
+def _is_shard(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def to_draft_names(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
+    """The tensors under `Draft`'s names, without tensors that engines write or accept but a draft does not use.
+
+    Fused projections (`qkv_proj`, `gate_up_proj`) are split. Raises ValueError for a tensor that is there twice, and
+    for a fused one whose rows do not fit the config.
+    """
+    out: dict[str, Tensor] = {}
+    for given, tensor in tensors.items():
+        name = given.removeprefix("model.")
+        name = next((name.replace(p, ours, 1) for p, ours in PREFIXES.items() if name.startswith(p)), name)
+        name = SGLANG_NORMS.get(name, name)
+        duplicate = name.startswith("layers.") and name.endswith("hidden_norm.weight")  # see `portable_tensors`
+        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or duplicate:
+            continue
+        for part, rows in _split(name, tensor, config).items():
+            if part in out:
+                raise ValueError(f"{shortened(given)} is in the file twice, under two names")
+            rows = rows.reshape(1, 1, -1) if part == "mask_hidden" else rows  # vLLM also reads other shapes of it
+            out[part] = rows.to(torch.int64) if rows.dtype == torch.int32 else rows  # some trainers' d2t is int32
+    return out
+
+
+def _split(name: str, tensor: Tensor, config: DraftConfig) -> dict[str, Tensor]:
+    """The parts of a fused projection, each with its name; other tensors as they are."""
+    keys, inner = config.num_key_value_heads * config.head_dim, config.intermediate_size
+    fused = {
+        "self_attn.qkv_proj.": {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": keys, "v_proj": keys},
+        "mlp.gate_up_proj.": {"gate_proj": inner, "up_proj": inner},
+    }
+    for key, parts in fused.items():
+        if key not in name:
+            continue
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows != sum(parts.values()):
+            raise ValueError(f"{shortened(name)} has {rows} rows, but the config requires {sum(parts.values())}")
+        module = key.split(".")[0]
+        names = (name.replace(key, f"{module}.{part}.") for part in parts)
+        return dict(zip(names, tensor.split(list(parts.values())), strict=True))
+    return {name: tensor}

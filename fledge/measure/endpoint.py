@@ -1,0 +1,454 @@
+"""Measures a running server: acceptance by its own counters, speed and latency, and what may explain differences."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fledge.data.answering import history_message
+from fledge.data.chat_fields import as_sent
+from fledge.engines.client import Answer, Client, Decoding, Prompt, run_together
+from fledge.engines.metrics import (
+    Acceptance,
+    Counters,
+    of_requests,
+    sglang_counters,
+    since_start,
+    vllm_counters,
+)
+from fledge.engines.support import FIELD_SYMPTOMS
+from fledge.io.http import BadRequest, ServerProblem
+from fledge.measure.prompts import EvalPrompt, conversation
+from fledge.methods import METHODS, Method
+
+if TYPE_CHECKING:
+    from fledge.data.template import ChatTemplate
+
+TOLERANCE = 0.03  # relative difference of τ up to which two decoders count as equal
+CHANCE = 2.0  # standard errors below which a difference of τ is within chance
+WARM_UP_TOKENS = 8
+# seconds after which the counters of a server without requests must have been updated; an idle SGLang updates the
+# number of its requests every 30 s
+SETTLING = {"vllm": 5.0, "sglang": 35.0}
+POLL = 0.1  # seconds between two readings of the counters
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: the prompt that was sent, its token ids by the target's tokenizer (None without one), the answer, and
+    the answer as a message that later turns follow."""
+
+    prompt: Prompt
+    ids: list[int] | None
+    answer: Answer
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The requests of a measurement, by prompt and turn, and what the server counted meanwhile.
+
+    `acceptance` is None if the server does not tell; `note` then says why, and `since_start` is SGLang's mean accepted
+    length since its start. `mismatched` are the differences of prompts that are other tokens on the server.
+    """
+
+    asked: list[list[Asked]]
+    seconds: float
+    concurrency: int
+    acceptance: Acceptance | None
+    since_start: float | None = None
+    note: str = ""
+    mismatched: list[str] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[Asked]:
+        """All requests in order."""
+        return [asked for of_prompt in self.asked for asked in of_prompt]
+
+    @property
+    def answers(self) -> list[list[dict[str, Any]]]:
+        """The answers to each prompt's turns, as messages."""
+        return [[asked.message for asked in of_prompt] for of_prompt in self.asked]
+
+    def record(self) -> dict[str, Any]:
+        """The figures as JSON-ready data. Times are in milliseconds: `ttft_ms` until the first token, `itl_ms` per
+        token after it, each the median and the 90th percentile over the requests."""
+        answers = [a.answer for a in self.requests]
+        tokens = _tokens(answers)
+        later = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens and a.tokens > 1]
+        tau, alpha = (self.acceptance.tau, self.acceptance.alpha) if self.acceptance else (None, None)
+        return {
+            "tau": tau,
+            "alpha": alpha,
+            "depth": self.acceptance.depth if self.acceptance else None,
+            "counted": asdict(self.acceptance) if self.acceptance else None,
+            "tau_since_start": self.since_start,
+            "note": self.note,
+            "concurrency": self.concurrency,
+            "tokens_per_s": tokens / self.seconds if tokens is not None else None,
+            "ttft_ms": _spread([a.first - a.started for a in answers]),
+            "itl_ms": _spread(later),
+            "prompts": len(self.asked),
+            "requests": len(answers),
+            "mean_new_tokens": tokens / len(answers) if tokens is not None else None,
+            "truncated": sum(a.finish == "length" for a in answers),
+            "mismatched_prompts": self.mismatched,
+        }
+
+
+def _tokens(answers: Sequence[Answer]) -> int | None:
+    """The tokens of all answers; None if the server does not count them."""
+    return None if any(a.tokens is None for a in answers) else sum(a.tokens for a in answers)
+
+
+def _spread(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return {"median": 1e3 * statistics.median(ordered), "p90": 1e3 * ordered[int(0.9 * (len(ordered) - 1))]}
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+async def measure(
+    client: Client,
+    prompts: Sequence[EvalPrompt],
+    decoding: Decoding,
+    *,
+    concurrency: int,
+    template: ChatTemplate | None = None,
+    seed: int | None = None,
+    histories: Sequence[Sequence[dict[str, Any]]] | None = None,
+    drafts: bool = True,
+    advance: Callable[[], None] = lambda: None,
+) -> Measurement:
+    """Asks a connected server all prompts, `concurrency` at a time, and reads its counters before and after.
+
+    `template` is that of the target: with it, prompts are compared, and SGLang is asked by token ids, since it counts
+    acceptance by request only there. `histories` are the answers that later turns follow (default: the server's own).
+    Before that, one prompt per place is answered briefly and not counted. Raises ValueError, naming the prompt, for one
+    that the server refuses, if the server has other requests meanwhile, and without `drafts` if the server drafts.
+    """
+    asking = _Asking(client, decoding, template, seed)
+    warm_up = _Asking(client, _shorter(decoding), template, seed)
+    await asyncio.gather(*(warm_up.first(p) for p in prompts[:concurrency]))
+    mismatched = await asking.check_template(prompts)
+    before = await settled_counters(client, None)
+    if before.running:
+        raise ServerProblem(
+            f"{client.root} has {before.running:.0f} other requests; measure when nobody else uses the server"
+        )
+    if not drafts:
+        check_plain(client.root, before.acceptance)
+    asked: list[list[Asked]] = [[] for _ in prompts]
+    remaining = iter(range(len(prompts)))
+    start = time.perf_counter()
+    await run_together(_work(asking, prompts, remaining, asked, histories, advance) for _ in range(concurrency))
+    seconds = time.perf_counter() - start
+    answers = [a.answer for of_prompt in asked for a in of_prompt]
+    tokens = _tokens(answers)
+    spent = (await settled_counters(client, None if before.tokens is None else before.tokens + (tokens or 0))).since(
+        before
+    )
+    check_alone(client.root, spent, tokens)
+    acceptance = of_requests([a.meta for a in answers]) or spent.acceptance
+    if acceptance is not None and not acceptance.rounds:
+        acceptance = None
+    mean = await _since_start(client) if acceptance is None else None
+    if not drafts:
+        check_plain(client.root, acceptance, mean)
+    mismatched += [text for of_prompt in asked for a in of_prompt if (text := asking.mismatch(a))]
+    note = "" if acceptance else _why_unknown(client, spent, asking.by_ids)
+    return Measurement(asked, seconds, concurrency, acceptance, mean, note, mismatched)
+
+
+def _shorter(decoding: Decoding) -> Decoding:
+    return Decoding(**asdict(decoding) | {"max_new_tokens": min(WARM_UP_TOKENS, decoding.max_new_tokens)})
+
+
+async def _work(
+    asking: _Asking,
+    prompts: Sequence[EvalPrompt],
+    remaining: Iterator[int],
+    asked: list[list[Asked]],
+    histories: Sequence[Sequence[dict[str, Any]]] | None,
+    advance: Callable[[], None],
+) -> None:
+    for i in remaining:
+        answers: list[dict[str, Any]] = []
+        for turn in range(prompts[i].answers):
+            asked[i].append(await asking.ask(prompts[i], answers))
+            answers.append(histories[i][turn] if histories else asked[i][-1].message)
+            advance()
+
+
+class _Asking:
+    """How a server is asked: a text or token ids, messages, or SGLang's /generate."""
+
+    def __init__(self, client: Client, decoding: Decoding, template: ChatTemplate | None, seed: int | None):
+        self.client, self.decoding, self.template, self.seed = client, decoding, template, seed
+        self.by_ids = client.server.engine == "sglang" and template is not None
+
+    async def first(self, prompt: EvalPrompt) -> Asked:
+        """The answer to a prompt's first turn."""
+        return await self.ask(prompt, [])
+
+    async def ask(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Asked:
+        """The answer to a prompt's next turn, after these answers."""
+        said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
+        template = self.template and self.template.of(prompt.template_kwargs)
+        ids = None if template is None else template.prompt_ids(said, tools=prompt.tools, where=where)
+        sent = said if isinstance(said, str) else [as_sent(message) for message in said]
+        sent = ids if ids is not None and isinstance(said, str) else sent
+        decoding = self.decoding.of(prompt.template_kwargs)
+        try:
+            if self.by_ids:
+                sent, answer = ids, await self.client.generate(ids, self.decoding, seed=self.seed)
+                return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
+            answer = await self.client.ask(
+                sent, decoding, tools=prompt.tools, seed=self.seed, stream=True, token_ids=True
+            )
+        except BadRequest as e:
+            raise ValueError(f"{where}: {e}") from e
+        return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
+
+    def _message(
+        self, prompt: EvalPrompt, said: Any, ids: list[int] | None, answer: Answer, turn: int
+    ) -> dict[str, Any]:  # fmt: skip
+        """The answer as a message: by its tokens where they are known and another turn follows, since servers leave
+        special tokens out of the text."""
+        if self.template is None or ids is None or answer.token_ids is None or turn + 1 == prompt.answers:
+            return {"role": "assistant", "content": answer.text}
+        template = self.template.of(prompt.template_kwargs)
+        return history_message(template, said, ids, answer.token_ids, prompt.tools)
+
+    async def check_template(self, prompts: Sequence[EvalPrompt]) -> list[str]:
+        """If prompts are sent as token ids, asks for the first conversation as messages too, to compare the number of
+        tokens. Returns the difference, or nothing."""
+        chat = next((p for p in prompts if p.text is None), None)
+        if not self.by_ids or chat is None:
+            return []
+        asking = _Asking(self.client, Decoding(**asdict(self.decoding) | {"max_new_tokens": 1}), self.template, None)
+        asking.by_ids = False
+        found = asking.mismatch(await asking.first(chat))
+        return [found] if found else []
+
+    def mismatch(self, asked: Asked) -> str:
+        """How the server's prompt differs from that of the target's template; empty if it does not."""
+        return "" if asked.ids is None else asked.answer.prompt_difference(asked.ids)
+
+
+async def settled_counters(client: Client, expected: float | None) -> Counters:
+    """The server's counters, once they have reached `expected` generated tokens or do not change any more, at most
+    SETTLING later. Empty for servers without counters."""
+    read = {"vllm": vllm_counters, "sglang": sglang_counters}.get(client.server.engine)
+    if read is None:
+        return Counters()
+    latest, end = None, time.monotonic() + SETTLING[client.server.engine]
+    while True:
+        try:
+            counters = read(await client.text("/metrics"))
+        except ServerProblem:  # SGLang without --enable-metrics
+            return Counters()
+        unchanged = latest is not None and counters == latest
+        reached = expected is None or counters.tokens is None or counters.tokens >= expected
+        idle = expected is not None or not counters.running  # after our requests, nothing can be running but others
+        if (unchanged and reached and idle) or time.monotonic() > end:
+            return counters
+        latest = counters
+        await asyncio.sleep(POLL)
+
+
+def check_alone(root: str, spent: Counters, tokens: int | None) -> None:
+    """Raises ServerProblem if the server has generated more tokens, or verified more drafts, than our requests explain:
+    then others used it meanwhile, and its counters mix their text with ours."""
+    if tokens is None:
+        return
+    if spent.tokens is not None and spent.tokens > tokens:
+        found = f"{spent.tokens:.0f} tokens, of which {tokens} are ours"
+    elif spent.acceptance is not None and spent.acceptance.rounds > tokens:
+        found = f"{spent.acceptance.rounds:.0f} drafts for {tokens} tokens of ours"
+    else:
+        return
+    raise ServerProblem(
+        f"{root} counted {found}: others used the server during the measurement; measure when nobody else does"
+    )
+
+
+def check_plain(root: str, counted: Acceptance | None, since_start: float | None = None) -> None:
+    """Raises ServerProblem if the counters of a server show that it drafts: it is no baseline then."""
+    tau = counted.tau if counted is not None else since_start
+    if tau is not None:
+        raise ServerProblem(
+            f"{root} (--baseline-endpoint) drafts itself: it counts {tau:.2f} tokens per verification; start it "
+            "without a draft, or leave --baseline-endpoint out"
+        )
+
+
+async def _since_start(client: Client) -> float | None:
+    if client.server.engine != "sglang":
+        return None
+    try:
+        return since_start(await client.json("/server_info"))
+    except ServerProblem:
+        return None
+
+
+def _why_unknown(client: Client, spent: Counters, by_ids: bool) -> str:
+    """Why there are no figures of acceptance. `by_ids` tells whether SGLang was asked by token ids."""
+    if client.server.engine == "vllm" and spent.tokens is None:
+        return "vLLM's /metrics has no counters; start it without --disable-log-stats"
+    if client.server.engine == "vllm":
+        return "vLLM counted no drafts: it was started without a draft"
+    if client.server.engine == "sglang" and by_ids:
+        return "SGLang's answers count no verifications: it was started without a draft"
+    if client.server.engine == "sglang" and spent.requests is None:
+        return (
+            "SGLang was started without --enable-metrics, so acceptance is known by request only; give --target, so "
+            "that prompts can be sent as token ids to /generate, which tells it"
+        )
+    if client.server.engine == "sglang":
+        return "SGLang counted no verifications: it was started without a draft"
+    return "the server is neither vLLM nor SGLang, whose counters fledge reads"
+
+
+# -- comparing ----------------------------------------------------------------------------------------------------
+
+
+def identical(ours: Sequence[Answer], theirs: Sequence[Answer]) -> tuple[int, str]:
+    """The number of equal answers, and what was compared: "tokens", or "text" where a server returns no token ids."""
+    by_tokens = all(a.token_ids is not None for a in (*ours, *theirs))
+    values = [[a.token_ids if by_tokens else a.text for a in answers] for answers in (ours, theirs)]
+    return sum(a == b for a, b in zip(*values, strict=True)), "tokens" if by_tokens else "text"
+
+
+def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str]:
+    """Why a server's τ may differ from that of fledge's decoder, as sentences: what the record shows first, then what
+    it cannot show. Empty if τ differs by at most TOLERANCE. `minimum` is the engine's lowest version that supports the
+    draft."""
+    own, theirs = record["own"], record["tau"]
+    if not own or not theirs or not own["tau"] or abs(theirs / own["tau"] - 1) <= TOLERANCE:
+        return []
+    family = METHODS[own["method"]]
+    shown, possible = [], []
+    if prompts := mismatch_sentence(record):
+        shown.append(prompts)
+    if record["depth"] and own["mode"] != "tree" and abs(record["depth"] - own["depth"]) > 0.05:
+        shown.append(f"The server drafts {record['depth']:.2f} tokens a round and fledge {own['depth']}: give --depth.")
+    if record["sampling"]["temperature"] > 0:
+        shown.append("At this temperature both draw other texts: compare greedily, or over many more prompts.")
+    elif own["identical"] < record["requests"]:
+        shown.append(
+            f"{record['requests'] - own['identical']} of {record['requests']} answers differ from fledge's: near ties "
+            "fall differently by dtype and batch size, or the server has another model."
+        )
+    error, difference = tau_error(record), abs(theirs - own["tau"])
+    if error is not None and difference < CHANCE * error:
+        within = f"The difference of {difference:.2f} is within chance: its standard error is {error:.2f}"
+        return [*shown, f"{within}, with rounds taken as independent. Measure more prompts."]
+    pattern = positions_lower(record)
+    if sentence := _pattern_sentence(record, pattern, family):
+        shown.append(sentence)
+    possible.append("another draft on the server, or the same one of another step, than --draft")
+    if record["concurrency"] > 1:
+        possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
+    lower = theirs < own["tau"]
+    if lower and minimum:
+        possible.append(f"a version before {minimum}, which ignores some of the draft's norms")
+    if lower and pattern[:1] != [False] and family.reads_layers:
+        possible.append("other layers of the target (their ids are numbered differently by vLLM and SGLang)")
+    if lower and pattern[:1] != [False] and engine == "vllm":
+        possible.append("a draft that was started without a method in --speculative-config")
+    return [*shown, f"Causes that cannot be seen from here: {'; '.join(possible)}."]
+
+
+def positions_lower(record: dict[str, Any]) -> list[bool]:
+    """Of each position for which both have an α, whether the server's is lower than fledge's by more than CHANCE
+    standard errors and TOLERANCE; empty where one of them has no α, or no rounds."""
+    sides = _sides(record)
+    if sides is None:
+        return []
+    lower, (server, own) = [], ([*zip(alpha, _reached(alpha, rounds), strict=True)] for alpha, rounds in sides)
+    for (theirs, m), (ours, n) in zip(server, own, strict=False):
+        if theirs is None or ours is None:
+            break
+        error = math.sqrt(theirs * (1 - theirs) / m + ours * (1 - ours) / n)
+        lower.append(ours - theirs > max(CHANCE * error, TOLERANCE * ours))
+    return lower
+
+
+def _pattern_sentence(record: dict[str, Any], lower: Sequence[bool], family: Method) -> str:
+    """What α by position says about the cause, for a draft of a method; empty if nothing."""
+    if not any(lower):
+        return ""
+    own, at = record["own"], lower.index(True)
+    pair = f"α {record['alpha'][at]:.2f} on the server, {own['alpha'][at]:.2f} here"
+    if family.reads_layers:
+        likely = "other layers of the target, or with another vocabulary map (d2t) or chat template"
+        hardly = "the layers, the vocabulary map or the template"
+    else:
+        likely, hardly = "the states of another target, or with another chat template", "the target or the template"
+    if at == 0:
+        return (
+            f"The first drafted token is accepted less often than by fledge ({pair}): as where the draft reads "
+            f"{likely}."
+        )
+    sentence = (
+        f"The first drafted token is accepted as by fledge, and that of position {at + 1} less often ({pair}), so it "
+        f"is hardly {hardly}."
+    )
+    field = "mask_token_id" if own["mode"] == "parallel" else "norm_output"
+    if field in family.without:
+        return sentence
+    return f"{sentence} Where {field} is not that of training: {FIELD_SYMPTOMS[field]}."
+
+
+def _sides(record: dict[str, Any]) -> list[tuple[list[float | None], float]] | None:
+    """α and rounds of the server and of fledge's decoder; None where one of them has no α, or no rounds."""
+    own, counted = record["own"], record.get("counted") or {}
+    sides = [(record.get("alpha"), counted.get("rounds")), (own.get("alpha"), own.get("rounds"))]
+    return sides if all(alpha and rounds for alpha, rounds in sides) else None
+
+
+def _reached(alpha: Sequence[float | None], rounds: float) -> list[float]:
+    """The rounds that reached each position."""
+    return [rounds, *(rounds * share for share in _shares(alpha))][: len(alpha)]
+
+
+def _shares(alpha: Sequence[float | None]) -> list[float]:
+    """The share of rounds that accept more than k tokens, for each k."""
+    return list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))
+
+
+def tau_error(record: dict[str, Any]) -> float | None:
+    """The standard error of the difference between the τ of a server and of fledge's decoder, with the rounds taken as
+    independent; None where one of them has no α, or no rounds."""
+    sides = _sides(record)
+    if sides is None:
+        return None
+    return math.sqrt(sum(_variance(alpha) / rounds for alpha, rounds in sides))
+
+
+def _variance(alpha: Sequence[float | None]) -> float:
+    """The variance of a round's accepted tokens."""
+    shares = _shares(alpha)
+    return sum((2 * k + 1) * share for k, share in enumerate(shares)) - sum(shares) ** 2
+
+
+def mismatch_sentence(record: dict[str, Any]) -> str:
+    """What it means that prompts are other tokens on the server; empty if none is."""
+    found = record["mismatched_prompts"]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} prompts are other tokens on the server ({found[0]}): it uses another chat template, system "
+        "prompt or thinking mode, or serves another model."
+    )

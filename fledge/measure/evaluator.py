@@ -1,0 +1,145 @@
+"""Measures τ during training: the decoder runs on held-out prompts, in the dtype of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from fledge.data.answering import text_prompt
+from fledge.data.record import Record
+from fledge.decode.engine import Engine
+from fledge.drafts.draft import Draft
+from fledge.measure.metrics import committed_per_round, drafted_and_accepted, quotients
+from fledge.measure.prompts import EvalPrompt, prompt_of, read_prompts
+from fledge.measure.run import first_prompt, greedy_traces
+from fledge.train.ranks import Ranks
+from fledge.train.setup.data import EVAL_RECORDS
+from fledge.train.setup.recipe import Recipe
+from fledge.train.setup.target import PreparedTarget
+
+PROMPTS = 32  # maximum number of prompts that are used of --eval-prompts
+
+Say = Callable[[str], None]
+
+
+def make_evaluator(
+    recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Say
+) -> Callable[[Draft], dict[str, Any]] | None:
+    """A function that measures the τ of a draft, each rank on a part of the prompts. It returns a dict with the `tau`
+    of all prompts and the list `alpha` (see `measure.metrics`), which is empty if all answers ended before the first
+    round of drafting. Where ranks hold only the target, these measure, with the weights of rank 0's draft in their own.
+
+    Returns None, after a message with the reason, if τ cannot be measured. Raises ValueError, before training starts,
+    if a prompt of --eval-prompts does not fit in the target's context.
+    """
+    if not prepared.decodes:
+        return None
+    selector = _PromptSelector(prepared, _max_prompt_tokens(recipe, prepared), recipe.data.skip_bad)
+    source = recipe.options.eval_prompts
+    prompts = selector.from_source(source) if source else selector.from_records(held_out)
+    if not prompts:
+        _say_no_prompts(recipe, held_out, say)
+        return None
+    if len(prompts) < len(held_out):
+        others = "the others are too long or refused by the chat template"
+        say(f"τ is measured on {len(prompts)} of the {len(held_out)} held-out records; {others}")
+    if prepared.eval_tokens < 2:
+        say("an answer of one token needs no draft, so τ is not measured; give --eval-tokens 2 or more to measure it")
+        return None
+
+    def evaluate(draft: Draft) -> dict[str, Any]:
+        decoders, place = ranks.size, ranks.rank
+        if ranks.target_ranks:
+            decoders, place = ranks.target_ranks, ranks.rank - ranks.size
+            ranks.meet("before τ was measured", None)  # in place of a rank that failed after it met the others
+            with ranks.collective("before τ was measured"):
+                ranks.copy_from_first([*draft.parameters(), *draft.buffers()], to_all=True)
+        counts, failure = (0, 0, [], []), None
+        try:
+            if place >= 0:
+                engine = Engine(prepared.target, draft.eval(), template_kwargs=prepared.template.kwargs)
+                # the ranks of a sharded target decode together, which gives each the traces of all prompts
+                own = prompts if prepared.target.sharded else prompts[place::decoders]
+                traces = greedy_traces(engine, own, prepared.eval_tokens)
+                counts = (*committed_per_round(traces), *drafted_and_accepted(traces))
+        except Exception as e:  # which the other ranks must hear of
+            failure = e
+        committed, rounds, reached, passed = zip(*ranks.meet("while τ was measured", counts, failure), strict=True)
+        if not sum(rounds):
+            say(
+                "every held-out answer ended with its first token, before the first round of drafting: there is no "
+                "decoded τ"
+            )
+            return {}
+        sums = ([*map(sum, zip_longest(*lists, fillvalue=0))] for lists in (reached, passed))
+        return {"tau": sum(committed) / sum(rounds), "alpha": quotients(*sums)}
+
+    return evaluate
+
+
+def _say_no_prompts(recipe: Recipe, held_out: list[Record], say: Say) -> None:
+    if recipe.options.eval_every:
+        raise ValueError(
+            f"--eval-every needs held-out prompts, and data of fewer than {10 * EVAL_RECORDS} records is used for "
+            "training only; give --eval-prompts"
+        )
+    few = "the data has too few records to hold some out"
+    long = "no held-out chat fits in the target's context with --eval-tokens"
+    say(f"{long if held_out else few}, so τ is not measured; give --eval-prompts FILE to measure it")
+
+
+def _max_prompt_tokens(recipe: Recipe, prepared: PreparedTarget) -> int:
+    """The maximum prompt length that leaves room for the answer. Raises ValueError if there is no room for a prompt."""
+    target, new = prepared.target, prepared.eval_tokens
+    beyond = 0 if target.rotary else recipe.depth  # drafted tokens too need an entry in a table of positions
+    room = target.context - new - beyond
+    if room < 1:
+        raise ValueError(
+            f"--eval-tokens {new} leaves no room for a prompt in the target's context of {target.context} tokens"
+        )
+    return room
+
+
+@dataclass(frozen=True)
+class _PromptSelector:
+    """Selects prompts of at most `max_tokens` tokens. With `skip_bad`, prompts that the chat template refuses are
+    skipped."""
+
+    prepared: PreparedTarget
+    max_tokens: int
+    skip_bad: bool
+
+    def from_source(self, source: str) -> list[EvalPrompt]:
+        """The prompts of --eval-prompts. Raises ValueError if one is too long."""
+        prompts = read_prompts(source, PROMPTS)
+        if not all(map(self._fits, prompts)):
+            raise ValueError(
+                f"{source} has a prompt of over {self.max_tokens} tokens, which is too long for the target's context"
+            )
+        return prompts
+
+    def from_records(self, records: list[Record]) -> list[EvalPrompt]:
+        """The prompts of held-out records. Plain texts are shortened; chats that are too long are skipped."""
+        starts = [self._start(r) for r in records if r.text is not None]
+        texts = [EvalPrompt(text=start) for start in starts if start]
+        return texts + [p for p in (prompt_of(r) for r in records if r.text is None) if self._usable(p)]
+
+    def _fits(self, prompt: EvalPrompt) -> bool:
+        template = self.prepared.template.of(prompt.template_kwargs)
+        return len(template.prompt_ids(first_prompt(prompt), tools=prompt.tools)) <= self.max_tokens
+
+    def _usable(self, prompt: EvalPrompt) -> bool:
+        try:
+            return self._fits(prompt)
+        except ValueError:
+            if not self.skip_bad:
+                raise
+            return False
+
+    def _start(self, record: Record) -> str:
+        template, text = self.prepared.template, record.text[: record.prompt_length or None]
+        n = len(template.prompt_ids(text))
+        longest = min(self.prepared.max_length // 2, self.max_tokens)
+        return text_prompt(template, text, min(n if record.prompt_length else n // 2, longest))[1]

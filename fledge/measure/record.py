@@ -1,0 +1,63 @@
+"""JSON records of measurements, as `fledge eval --out` and the benchmarks write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from fledge.io.files import check_output_path, replace_text
+from fledge.io.json_text import read_json
+
+MAX_RECORD_BYTES = 2**26  # a larger file is not parsed to find out whether it is a record
+_SCALAR = r'(?:"(?:[^"\\]|\\.)*"|[^\s"\[\]{},]+)'
+# a list without lists and objects, as json.dumps indents it; text has no line end that is not escaped
+_FLAT_LIST = re.compile(rf"\[\n\s+({_SCALAR}(?:,\n\s+{_SCALAR})*)\n\s+\]")
+_BREAK = r",\n\s+"
+ENVIRONMENT_KEYS = frozenset({"device", "dtype", "python", "torch", "transformers", "commit"})
+
+
+def check_record_path(path: str | Path, flag: str) -> Path:
+    """Checks, before a job starts its work, that it can write a record at `path`, and returns the path.
+
+    An existing file may be replaced if it is empty or an earlier record. Raises ValueError, naming the option `flag`,
+    if the path cannot be written or if another file is there.
+    """
+    path = check_output_path(path, flag)
+    if path.exists() and path.stat().st_size and not _is_record_file(path):
+        raise ValueError(
+            f"{flag} {path} already exists and is not a record that fledge wrote, so it is not replaced; choose "
+            "another name"
+        )
+    return path
+
+
+def is_record(value: Any) -> bool:
+    """Whether a JSON value is a record: an object with an `environment` as `fledge.io.machine` makes it, or an
+    object whose values are all records."""
+    if not isinstance(value, dict) or not value:
+        return False
+    environment = value.get("environment")
+    if isinstance(environment, dict):
+        return environment.keys() >= ENVIRONMENT_KEYS
+    return all(is_record(v) for v in value.values())
+
+
+def write_record(path: str | Path, record: Any) -> None:
+    """Writes a record atomically. Replaces an earlier record; raises ValueError if another file is there."""
+    path = check_record_path(path, "the record")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, record_text(record) + "\n")
+
+
+def record_text(record: Any) -> str:
+    """A record as indented JSON. A list of numbers or texts takes one line, since there are some for each request."""
+    return _FLAT_LIST.sub(lambda m: f"[{re.sub(_BREAK, ', ', m[1])}]", json.dumps(record, indent=2))
+
+
+def _is_record_file(file: Path) -> bool:
+    try:
+        return is_record(read_json(file, MAX_RECORD_BYTES))
+    except ValueError:
+        return False

@@ -1,0 +1,382 @@
+"""Decodes prompts with and without a draft in one run, and reports the speedup and whether any token differs."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from fledge.data.answering import history_message
+from fledge.decode.chance import ChanceWarning
+from fledge.decode.engine import Completion, Engine
+from fledge.decode.prompt import Prompt
+from fledge.decode.sampling import BatchSampling, seen_tokens
+from fledge.io.machine import environment
+from fledge.measure.intervals import speedup_interval, tau_interval
+from fledge.measure.metrics import alpha, bytes_per_round, paused, repeated_ngrams, tau
+from fledge.measure.prompts import EvalPrompt, conversation
+from fledge.measure.requests import request_record, sample_records
+from fledge.ops.sampling import TOKEN, gumbel
+from fledge.targets.interface import ReferenceDecoding
+from fledge.types import Sampling, Trace, Tree, without_processors
+
+BASELINE = None  # the arm that decodes without a draft; the other arms are the engines' names
+LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
+
+
+class EvaluationStopped(KeyboardInterrupt):
+    """The evaluation was interrupted; `records` are those of the requests that all arms had answered."""
+
+    def __init__(self, records: dict[str, dict[str, Any]]):
+        super().__init__()
+        self.records = records
+
+
+class TurnTooLong(ValueError):
+    """A later turn does not fit the target's context; `records` are as in EvaluationStopped."""
+
+    def __init__(self, message: str, records: dict[str, dict[str, Any]]):
+        super().__init__(message)
+        self.records = records
+
+
+def evaluate(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[EvalPrompt],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch: int = 1,
+    advance: Callable[[], None] = lambda: None,
+    interrupted: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Decodes all prompts with every engine, and without a draft, `batch` prompts at a time.
+
+    The engines have the same target. Returns a JSON-ready record for each engine, with the same baseline for all. The
+    arms take turns at decoding a prompt (or group of prompts) first. `advance` is called after each answer of each arm.
+
+    With greedy decoding, and with sampling and coupled drafts, the output of all arms must be identical. A difference
+    is accepted only if the gap between the target's two best scores there is at most the rounding noise between batch
+    shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding. Raises
+    TurnTooLong if the answers have made a later turn too long, and EvaluationStopped if it is interrupted (Ctrl-C)
+    after all arms have answered some requests; their records have `stopped`, the number of requests that there would
+    have been. `interrupted` is called before these records are made, which another interruption would lose.
+    """
+    comparison = _Comparison(engines)
+    for prompt in prompts:
+        comparison.prompt_ids(prompt, (), max_new_tokens)
+    options = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+    first = [comparison.prompt_ids(p, (), max_new_tokens) if p.tools else first_prompt(p) for p in prompts[:batch]]
+    comparison.warm_up(first, options | dict(max_new_tokens=8), batch)
+    more: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+
+    def records() -> dict[str, dict[str, Any]]:
+        return {name: _record(engine, comparison, name, sampling, batch) | more for name, engine in engines.items()}
+
+    try:
+        comparison.decode(prompts, options, batch, advance)
+        if sampling.greedy and batch == 1 and isinstance(comparison.baseline.target, ReferenceDecoding):
+            # a few prompts are enough to show that the baseline is not slow
+            ids = comparison.ids[:4]
+            ratio = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
+            more["baseline_over_transformers"] = ratio
+        return records()
+    except _NoRoom as e:
+        more["stopped"] = sum(p.answers for p in prompts)
+        raise TurnTooLong(str(e), records()) from e
+    except KeyboardInterrupt:
+        interrupted()
+        if not comparison.groups:
+            raise
+        comparison.keep_complete()
+        more["stopped"] = sum(p.answers for p in prompts)
+        raise EvaluationStopped(records()) from None
+
+
+def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:
+    with_draft, without, ids = comparison.completions[name], comparison.completions[BASELINE], comparison.ids
+    differing = [i for i, (a, b) in enumerate(zip(with_draft, without, strict=True)) if a.tokens != b.tokens]
+    promised = not sampling.samples_draft
+    ties, noise = (0, None)
+    if promised:
+        shapes = (1, engine.drafting.verified), batch
+        ties, noise = near_ties(engine, differing, ids, with_draft, without, sampling, *shapes)
+    fast, slow = comparison.speed(name), comparison.speed(BASELINE)
+    times = zip(comparison.times[name], comparison.times[BASELINE], strict=True) if batch == 1 else [None] * len(ids)
+    requests = [request_record(*each) for each in zip(with_draft, without, times, strict=True)]
+    share = paused([c.trace for c in with_draft])
+    return {
+        "tau": tau([c.trace for c in with_draft]),
+        "tau_interval": tau_interval(requests),
+        "paused": share,
+        "pause_reason": engine.chooser.reason if engine.chooser is not None and share else "",
+        "alpha": alpha([c.trace for c in with_draft]),
+        "tokens_per_s": fast,
+        "baseline_tokens_per_s": slow,
+        "speedup": fast / slow,
+        "speedup_interval": speedup_interval(requests),
+        "identical": len(ids) - len(differing) if promised else None,
+        "near_ties": ties if promised else None,
+        "different": len(differing) - ties if promised else None,
+        "batch_noise": noise,
+        "prompts": len(ids),
+        **_repetition(with_draft),
+        # in a batch, the time of a request includes the prefill of others
+        "round": _round_times(with_draft, without) if batch == 1 else None,
+        "bytes_per_round": bytes_per_round([c.trace for c in with_draft]),
+        "sampling": asdict(without_processors(sampling)),
+        "batch": batch,
+        **engine.drafting.record(),
+        "target": engine.target.name,
+        "target_implementation": engine.target.implementation,
+        "trust_remote_code": engine.target.trust_remote_code,
+        "draft_for": engine.draft.config.provenance.target,
+        "template_kwargs": engine.template.kwargs,
+        "environment": environment(engine.target.device.type, str(engine.target.dtype)),
+        "requests": requests,
+        "samples": sample_records(engine, ids, with_draft),
+    }
+
+
+def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
+    """The traces of greedy decoding, to choose the best checkpoint. A prompt with template variables of its own is
+    rendered with them."""
+    inputs = [
+        engine.template.of(p.template_kwargs).prompt_ids(first_prompt(p), tools=p.tools)
+        if p.template_kwargs or p.tools
+        else first_prompt(p)
+        for p in prompts
+    ]
+    return quiet_traces(engine, inputs, max_new_tokens)
+
+
+def quiet_traces(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Trace]:
+    """The traces of greedy decoding. `ChanceWarning` is suppressed, since a draft in training may be at chance."""
+    if not prompts:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ChanceWarning)
+        done = engine.generate_all(prompts, max_new_tokens=max_new_tokens)
+    return [c.trace for c in done]
+
+
+def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> int:
+    """The most tokens that a prompt's last turn and its answer have, a little more or less: those of the turns, each
+    rendered alone, and of an answer to each."""
+    later = (replace(prompt, messages=(), turns=(turn,)) for turn in prompt.turns[1:])
+    asked = [first_prompt(p) for p in (prompt, *later)]
+    template = engine.template.of(prompt.template_kwargs)
+    turns = [template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
+    return sum(map(len, turns)) + prompt.answers * max_new_tokens
+
+
+def first_prompt(prompt: EvalPrompt) -> Any:
+    """The input of the first answer: the raw text, or the messages before the first answer."""
+    return conversation(prompt, ())
+
+
+class _NoRoom(ValueError):
+    """A turn does not fit the target's context."""
+
+
+class _Comparison:
+    """The arms of an evaluation: each engine, and the baseline without a draft.
+
+    For each arm it has the completions of all requests, and the seconds of decoding each group of them (`times`), which
+    at batch 1 is one request. `ids` are the requests' prompts; a request's index is also its number, which selects its
+    random stream.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine]):
+        self.engines = engines
+        self.baseline = next(iter(engines.values()))  # any engine; its draft is not used
+        self.completions: dict[str | None, list[Completion]] = {arm: [] for arm in (*engines, BASELINE)}
+        self.times: dict[str | None, list[float]] = {arm: [] for arm in self.completions}
+        self.groups: list[list[list[int]]] = []  # the prompts of the requests that all arms have answered
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [ids for group in self.groups for ids in group]
+
+    def _generate(self, arm: str | None, prompts: list[Any], batch: int, options: dict[str, Any]) -> list[Completion]:
+        engine = self.engines.get(arm, self.baseline)
+        return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
+
+    def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]], new: int) -> list[int]:
+        """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if they and `new` new tokens
+        exceed the target's context."""
+        where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
+        template = self.baseline.template.of(prompt.template_kwargs)
+        ids = list(template.prompt_ids(conversation(prompt, answers), tools=prompt.tools, where=where))
+        try:
+            for engine in self.engines.values():
+                engine.check_length(len(ids), new, drafts=True)
+        except ValueError as e:
+            raise _NoRoom(f"{where}: {e}") from e
+        return ids
+
+    def warm_up(self, prompts: list[Any], options: dict[str, Any], batch: int) -> None:
+        """Decodes with each arm once, without counting it: first calls allocate memory and compile kernels."""
+        for arm in self.completions:
+            self._generate(arm, prompts, batch, options)
+
+    def decode(
+        self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[], None]
+    ) -> None:
+        """Decodes the first turn of every prompt, then the second, and so on. Later turns follow the baseline's answers
+        in all arms."""
+        options = options | dict(answered=lambda index: advance())
+        answers: list[list[dict[str, Any]]] = [[] for _ in prompts]
+        for turn in range(max(p.answers for p in prompts)):
+            remaining = [i for i, p in enumerate(prompts) if turn < p.answers]
+            group_size = 1 if batch == 1 else 4 * batch  # several batches, so that a finished request is replaced
+            for group in (remaining[i : i + group_size] for i in range(0, len(remaining), group_size)):
+                ids = [self.prompt_ids(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
+                arms = [*self.completions]
+                number = len(self.ids)
+                first = number % len(arms)
+                for arm in arms[first:] + arms[:first]:
+                    start = time.perf_counter()
+                    completed = self._generate(arm, ids, batch, options | dict(request=number))
+                    self.times[arm].append(time.perf_counter() - start)
+                    self.completions[arm] += completed
+                for i, sent, done in zip(group, ids, self.completions[BASELINE][-len(group) :], strict=True):
+                    if turn + 1 < prompts[i].answers:
+                        said = conversation(prompts[i], answers[i])
+                        template = self.baseline.template.of(prompts[i].template_kwargs)
+                        answers[i].append(history_message(template, said, sent, done.tokens, prompts[i].tools))
+                self.groups.append(ids)
+
+    def keep_complete(self) -> None:
+        """Forgets the answers to the group of requests in which decoding was interrupted."""
+        for arm in self.completions:
+            del self.times[arm][len(self.groups) :], self.completions[arm][len(self.ids) :]
+
+    def seconds(self, arm: str | None) -> float:
+        """The seconds of decoding all requests."""
+        return sum(self.times[arm])
+
+    def speed(self, arm: str | None) -> float:
+        """Tokens per second."""
+        return sum(len(c.tokens) for c in self.completions[arm]) / self.seconds(arm)
+
+
+def _repetition(completions: list[Completion]) -> dict[str, Any]:
+    """The fields of a record about repeated text, and τ without looping generations."""
+    counts = [repeated_ngrams(c.tokens) for c in completions]
+    not_looping = [
+        c.trace for c, (repeated, n) in zip(completions, counts, strict=True) if repeated <= LOOPING_SHARE * n
+    ]
+    return {
+        "repeated_8grams": sum(repeated for repeated, _ in counts) / max(sum(n for _, n in counts), 1),
+        "not_looping": len(not_looping),
+        "tau_not_looping": tau(not_looping),
+        "mean_new_tokens": sum(len(c.tokens) for c in completions) / len(completions),
+    }
+
+
+def _round_times(with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:
+    """The milliseconds of a mean round by part, and of a token without a draft."""
+    traces = [c.trace for c in with_draft]
+    n = max(sum(len(t.rounds) for t in traces), 1)
+    draft = sum(r.t_draft for t in traces for r in t.rounds) / n
+    verify = sum(r.t_verify for t in traces for r in t.rounds) / n
+    steps = sum(max(len(c.tokens) - 1, 1) for c in without)
+    return {
+        "draft_ms": draft * 1e3,
+        "verify_ms": verify * 1e3,
+        "overhead_ms": 1e3 * (sum(t.t_total - t.t_prefill for t in traces) / n - draft - verify),
+        "vanilla_token_ms": 1e3 * sum(c.trace.t_total - c.trace.t_prefill for c in without) / steps,
+        "drafted": sum(r.drafted for t in traces for r in t.rounds) / n,
+        "prefill_share": sum(t.t_prefill for t in traces) / sum(t.t_total for t in traces),
+    }
+
+
+def near_ties(
+    engine: Engine,
+    differing: list[int],
+    ids: list[list[int]],
+    with_draft: list[Completion],
+    without: list[Completion],
+    sampling: Sampling,
+    widths: Sequence[int],
+    batch: int,
+) -> tuple[int, float | None]:
+    """The number of `differing` requests whose first different token is a near tie, and the rounding noise (None if no
+    request differs).
+
+    A near tie is a token at which the gap between the target's two best scores is at most the noise. The noise is the
+    largest difference of that gap between passes of different shapes, over all tokens on which both runs agree. The
+    shapes are the `widths` of passes in tokens (one token, and the tokens of a verification), with one sequence and
+    with `batch` sequences. `ids` are the prompts, and `with_draft` and `without` the completions, of all requests.
+    """
+    gaps, noise = [], 0.0
+    for i in differing:
+        a, b = with_draft[i].tokens, without[i].tokens
+        agreed = next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)) - 1)
+        shapes = {(width, sequences) for width in widths for sequences in (1, batch)}
+        found = [_gaps(engine, ids[i], b[: agreed + 1], *shape, sampling, i) for shape in sorted(shapes)]
+        noise = max([noise, *(float((found[0] - other).abs().max()) for other in found[1:])])
+        gaps.append(min(float(gap[agreed]) for gap in found))
+    return sum(gap <= noise for gap in gaps), noise if differing else None
+
+
+@torch.inference_mode()
+def _gaps(
+    engine: Engine, prefix: list[int], tokens: list[int], width: int, batch: int, sampling: Sampling, request: int = 0
+) -> torch.Tensor:
+    """The gap between the target's two best scores at each of `tokens`, float64, if the tokens are run in passes of
+    `width` tokens and `batch` copies of the sequence."""
+    target = engine.target
+    cache = target.new_cache([len(prefix) + len(tokens)] * batch)
+    first, _ = target.prefill([prefix] * batch, cache)
+    logits = [first[:1]]
+    for at in range(0, len(tokens) - 1, width):
+        piece = tokens[at : min(at + width, len(tokens) - 1)]
+        ids = torch.tensor([piece] * batch, device=target.device)
+        logits.append(target.verify(Tree.chain(ids), cache)[0][0])
+        cache.keep(None, torch.full((batch,), len(piece), device=target.device))
+    cache.select([])
+    texts = ([*prefix, *tokens[:j]] for j in range(len(tokens)))
+    rankings = [ranking_of(sampling, request, text, row) for text, row in zip(texts, torch.cat(logits), strict=True)]
+    top = torch.stack(rankings).double().topk(2, dim=-1).values.cpu()
+    return top[:, 0] - top[:, 1]
+
+
+def ranking_of(sampling: Sampling, request: int, prefix: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+    """The values [V] whose argmax is the token that the target chooses after `prefix`: the scores, plus Gumbel noise if
+    it samples."""
+    of_request = BatchSampling.of([sampling], [request], logits_V.device)
+    seen_BV = seen_tokens([prefix], logits_V.numel(), logits_V.device)
+    scores_BV = of_request.penalize(logits_V[None, None], seen_BV[:, None])[0]
+    for processor in sampling.processors:
+        scores_BV = processor(torch.tensor([prefix], device=logits_V.device), scores_BV)
+    scores_V = of_request.warp(scores_BV[None])[0, 0]
+    if sampling.greedy:
+        return scores_V
+    state_BN = of_request.keys(torch.tensor([[len(prefix)]], device=logits_V.device), TOKEN)
+    return scores_V.double() + gumbel(state_BN[0, 0], logits_V.numel())
+
+
+def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_tokens: int) -> float:
+    """The baseline's tokens per second divided by those of transformers' greedy `generate`, on the same prompts.
+
+    The warm-up decodes each prompt once on a GPU, since cuDNN may compile a kernel for every new length.
+    """
+    target = engine.target
+    seconds, tokens, own_seconds, own_tokens = 0.0, 0, 0.0, 0
+    timed = [(prefix, max_new_tokens) for prefix in ids]
+    warm_up = [(ids[0], 8)] if target.device.type == "cpu" else timed
+    for i, (prefix, limit) in enumerate(warm_up + timed):
+        start = time.perf_counter()
+        n = len(target.reference_generate(prefix, limit))  # returns lists, so the device has finished
+        if i < len(warm_up):
+            continue
+        seconds, tokens = seconds + time.perf_counter() - start, tokens + n
+        done = engine.generate(prefix, speculate=False, max_new_tokens=n)
+        own_seconds, own_tokens = own_seconds + done.trace.t_total, own_tokens + len(done.tokens)
+    return (own_tokens / own_seconds) / (tokens / seconds)

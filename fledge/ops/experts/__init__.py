@@ -1,0 +1,140 @@
+"""Mixtures of experts: each row goes through a few of many gated MLPs, which a router chooses for it; no gradients.
+
+    p = softmax(logits),   C the experts of the largest p,   w_c = p_c, divided by the sum of the w_c if `normalized`
+
+    out = residual + sum over c in C of w_c down_c (silu(gate_c y) * up_c y),   y = x / rms(x) * gain
+
+as in Mixtral (arXiv:2401.04088) and Qwen's mixtures. With few rows, the time is that of reading the weights of the
+experts that some row has chosen. The kernels read each of these once, however many rows have chosen it, in grids that
+depend on shapes alone, and wait for nothing: a CUDA graph of a call may be replayed with rows that choose others. For
+many rows, the definition applies; its products are torch's grouped ones where these wait for nothing either.
+
+`impl` is "definition", "triton" (a GPU or Triton's interpreter; any number of rows) or None: "triton" on a GPU for
+numbers of up to 32 bits, unless grouped products are faster. Other names raise ValueError, and so do tensors whose
+shapes or dtypes do not belong together. Calls with equal arguments have equal results. In the kernels, a row of the
+result does not depend on the other rows, bit by bit, nor on their number among 1 to 8, and among those up to MOST_ROWS.
+
+Axes beyond the legend in `fledge.types`: X experts, C chosen experts of a row, P = M C pairs of a row and one of its
+experts (pair m C + c), F width of an expert, S slots.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.ops.decode_layer import add_rms_norm, silu_mul_fused
+from fledge.ops.experts.routing import Routing
+from fledge.ops.few_rows import MOST_ROWS
+from fledge.ops.implementations import IMPLS, use_triton
+from fledge.ops.linear import linear
+from fledge.ops.precision import at_least_float32
+
+__all__ = ["IMPLS", "MOST_ROUTED", "MOST_ROWS", "Routing", "experts", "route"]
+
+MOST_ROUTED = 8192  # logits, padded to powers of 2, that the one program of `route` holds
+
+
+def route(logits_MX: Tensor, chosen: int, normalized: bool, *, impl: str | None = None) -> Routing:
+    """The experts of each row, their weights, and the rows of each expert.
+
+    Probabilities are computed in at least float32. Of equal logits, "triton" chooses the first expert, which
+    "definition" leaves open. More than MOST_ROUTED logits take the definition in any case. Raises ValueError unless
+    1 <= chosen <= X.
+    """
+    M, X = logits_MX.shape
+    if not 1 <= chosen <= X:
+        raise ValueError(f"a row cannot choose {chosen} of {X} experts")
+    if use_triton(impl, logits_MX) and _power_of_2(M) * _power_of_2(X) <= MOST_ROUTED:
+        from fledge.ops.experts.triton import route_triton
+
+        return route_triton(logits_MX, chosen, normalized)
+    return _route(logits_MX, chosen, normalized)
+
+
+def experts(
+    x_ME: Tensor,
+    gain_E: Tensor,
+    eps: float,
+    routing: Routing,
+    gate_up_XOE: Tensor,
+    down_XEF: Tensor,
+    residual_ME: Tensor,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """The sum of the rows' experts plus a residual, [M, E] in the dtype of x. `gate_up_XOE` has the gates' F rows
+    first, O = 2 F; rows of the weights are contiguous. The kernels round the products of gate and up, and the sum."""
+    (M, E), (X, O, _), width = x_ME.shape, gate_up_XOE.shape, down_XEF.shape[2]
+    shapes = gate_up_XOE.shape == (X, 2 * width, E) and down_XEF.shape == (X, E, width) and residual_ME.shape == (M, E)
+    if not shapes or gain_E.shape != (E,) or routing.weight_MC.shape[0] != M or routing.end_X.shape != (X,):
+        raise ValueError(
+            f"rows {tuple(x_ME.shape)}, gain {tuple(gain_E.shape)}, residual {tuple(residual_ME.shape)} and "
+            f"{routing.end_X.numel()} experts for {routing.weight_MC.shape[0]} rows do not belong with weights "
+            f"{tuple(gate_up_XOE.shape)} and {tuple(down_XEF.shape)}"
+        )
+    dtypes = {x.dtype for x in (x_ME, gain_E, gate_up_XOE, down_XEF, residual_ME)}
+    if len(dtypes) > 1:
+        raise ValueError(f"the tensors of experts must have one dtype, not {', '.join(sorted(map(str, dtypes)))}")
+    arguments = x_ME, gain_E, eps, routing, gate_up_XOE, down_XEF, residual_ME
+    if use_triton(impl, x_ME) and (impl is not None or M <= MOST_ROWS or not _grouped(x_ME, E, O, width)):
+        from fledge.ops.experts.triton import experts_triton
+
+        return experts_triton(*arguments)
+    return _experts(*arguments)
+
+
+def _power_of_2(n: int) -> int:
+    """The least power of 2 that is not less."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _route(logits_MX: Tensor, chosen: int, normalized: bool) -> Routing:
+    """`route` in plain torch."""
+    weight_MC, expert_MC = at_least_float32(logits_MX).softmax(-1).topk(chosen)
+    if normalized:
+        weight_MC = weight_MC / weight_MC.sum(-1, keepdim=True)
+    expert_P, order_P = expert_MC.flatten().sort(stable=True)
+    expert_X = torch.arange(logits_MX.shape[1], device=logits_MX.device)
+    end_X = torch.searchsorted(expert_P, expert_X, right=True, out_int32=True)
+    return Routing(weight_MC, order_P.int(), end_X, expert_X.int())
+
+
+def _experts(
+    x_ME: Tensor, gain_E: Tensor, eps: float, routing: Routing, gate_up_XOE: Tensor, down_XEF: Tensor,
+    residual_ME: Tensor,
+) -> Tensor:  # fmt: skip
+    """`experts` in plain torch."""
+    (M, E), C, order_P = x_ME.shape, routing.weight_MC.shape[1], routing.order_P.long()
+    rows_PE = add_rms_norm(x_ME, None, gain_E, eps)[0][order_P // C]
+    activated_PF = silu_mul_fused(_products(rows_PE, gate_up_XOE, routing.end_X))
+    found_PE = _products(activated_PF, down_XEF, routing.end_X)
+    by_row_PE = torch.empty_like(found_PE).index_copy_(0, order_P, found_PE)
+    weight_M1C = routing.weight_MC[:, None].to(x_ME.dtype)
+    return torch.baddbmm(residual_ME[:, None], weight_M1C, by_row_PE.view(M, C, E))[:, 0]
+
+
+def _products(x_PI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
+    """The products [P, O] of rows, sorted by expert, with their experts' weights."""
+    if _grouped(x_PI, *weight_XOI.shape[1:]):
+        return F.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=end_X)
+    out_PO, begin = x_PI.new_empty(x_PI.shape[0], weight_XOI.shape[1]), 0
+    for weight_OI, end in zip(weight_XOI, end_X.tolist(), strict=True):
+        if end > begin:
+            out_PO[begin:end] = linear(x_PI[begin:end], weight_OI)
+        begin = end
+    return out_PO
+
+
+def _grouped(x: Tensor, *widths: int) -> bool:
+    """Whether torch has a grouped product of such rows that waits for nothing: bfloat16 on GPUs of compute capability 9
+    and 10, with widths of multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in widths) and _has_grouped(x.device)
+
+
+@functools.cache
+def _has_grouped(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -1,0 +1,68 @@
+"""A ring in pinned host memory that a GPU writes to by a kernel, which a CUDA graph may contain, so that the host
+launches no copy."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fledge.ops.implementations import best_impl
+
+ENTRIES = 4  # more than the rounds that are launched and not read, at most two (`Batch.round`)
+# memory of rings that are gone, which their devices may still write to
+_RETIRED: list[tuple[torch.device, Tensor]] = []
+
+
+class PinnedRing:
+    """ENTRIES entries in the host's memory, int64 of a shape. A device writes each value into the next entry; after the
+    last one comes the first.
+
+    The host asks for each value's entry with `next`. The value is there when the stream has passed its writing, which
+    an event tells, and until the writing of ENTRIES further ones is launched. For a CPU, the memory is not pinned.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device):
+        _free_retired()
+        on_gpu = device.type == "cuda"
+        self.entries = torch.zeros(ENTRIES, *shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self.written = torch.zeros(1, dtype=torch.int64, device=device)  # the number of values
+        if on_gpu:
+            weakref.finalize(self, _RETIRED.append, (device, self.entries)).atexit = False
+        self.restart()
+
+    def restart(self) -> None:
+        """The next value goes into the first entry. Values that were not read yet may be overwritten."""
+        self.written.zero_()
+        self._cycle = itertools.cycle(self.entries.unbind())
+
+    def write(self, values: Tensor, *, impl: str | None = None) -> None:
+        """Writes values of the shape, on the device, into the next entry. `impl` is "definition" (plain torch,
+        for a CPU), "triton" (one kernel; a GPU or Triton's interpreter), or None: "triton" on a GPU."""
+        if (best_impl(values.device, torch.float32) if impl is None else impl) == "triton":
+            from fledge.ops.pinned_ring_triton import write_triton
+
+            write_triton(values, self.entries, self.written)
+        else:
+            self.entries.index_copy_(0, self.written % ENTRIES, values[None])
+            self.written += 1
+
+    def next(self) -> Tensor:
+        """The entry of the next value that was not asked for."""
+        return next(self._cycle)
+
+
+def _free_retired() -> None:
+    """Frees the memory of rings that are gone, after what their devices were doing."""
+    with contextlib.suppress(IndexError):  # none is left, also if another thread frees them too
+        while True:
+            device, memory = _RETIRED.pop()
+            try:
+                torch.cuda.synchronize(device)
+            except BaseException:
+                _RETIRED.append((device, memory))
+                raise

@@ -1,0 +1,36 @@
+"""`PinnedRing.write` in Triton: one program, as there are a few thousand values at most."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fledge.ops.implementations import dependent_launch
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["n"])
+def _write(
+    values_ptr, entries_ptr, written_ptr, n,
+    ENTRIES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    written = tl.load(written_ptr)
+    entry_ptr = entries_ptr + (written % ENTRIES) * n
+    for first in range(0, n, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(entry_ptr + at, tl.load(values_ptr + at, mask=at < n), mask=at < n)
+    tl.debug_barrier()  # all threads have read the number
+    tl.store(written_ptr, written + 1)
+
+
+def write_triton(values: Tensor, entries: Tensor, written: Tensor) -> None:
+    """Writes values into the entry after the last of the `written` ones, and counts them as one more."""
+    _write[(1,)](
+        values.contiguous(), entries, written, values.numel(),
+        ENTRIES=len(entries), BLOCK=BLOCK, num_warps=4, **dependent_launch(values.device),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A draft's model card, and its upload to a hub."""

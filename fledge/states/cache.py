@@ -1,0 +1,308 @@
+"""The directory of stored features: a manifest, the documents, and shards of consecutive documents.
+
+    manifest.json            what the features were computed from, the documents of each shard (written once)
+    documents.safetensors    tokens, spans and lengths of all documents, so that training needs no other data
+    held-out.jsonl           records that are not among the documents, to measure τ
+    shard-00000.safetensors  the features of the shard's documents, concatenated (`Layout.tensors`)
+
+A shard is written to a temporary file, flushed to the disk and renamed, so each file of that name is complete. Its
+metadata name the manifest that it belongs to, and the hash of its content. The hash is compared only when a user asks
+for it (`fledge features --verify`): a shard is large, and training reads parts of many from the first step on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fledge.data.documents import Document, fingerprint, lengths_of
+from fledge.data.record import Record
+from fledge.io.fields import check_template_kwargs, shortened
+from fledge.io.files import TEMPORARY, replace_file, replace_text
+from fledge.io.json_text import parse_json, read_json
+from fledge.states.codec import PRECISIONS
+from fledge.states.layout import HEADER_BYTES, Layout, Sizes
+from fledge.states.shard_file import CONTENT, DTYPES, file_hash, write_shard
+
+MANIFEST, DOCUMENTS, HELD_OUT = "manifest.json", "documents.safetensors", "held-out.jsonl"
+FORMAT = 1
+
+# the fields of a manifest that determine the features, as messages call them
+IDENTITY = {
+    "target_sha256": "target",
+    "tokenizer_sha256": "tokenizer",
+    "template_sha256": "chat template",
+    "template_kwargs": "variables of the chat template",
+    "max_length": "maximum document length",
+    "data_sha256": "data",
+    "layers": "layers",
+    "width": "width of hidden states",
+    "precision": "precision",
+    "all_last": "choice of final states",
+    "dtype": "dtype of computation",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What stored features are: the content of manifest.json.
+
+    `target` is the target's directory or hub id, `target_sha256` a hash of its weights (`weights_sha256`), and
+    `target_layers` the number of its layers. `data` are the sources, as given, and `data_sha256` the fingerprint of the
+    documents. `template_modes` are all sets of template variables of the documents (empty: one, `template_kwargs`).
+    `layers`, `width`, `precision` and `all_last` are those of `Layout`, and `dtype` is the one in which the
+    target computed. `tokens` and `last_states` are the numbers of tokens and of stored final states. `shards` are the
+    documents of each shard, [first, end).
+    """
+
+    format: int
+    fledge_version: str
+    target: str
+    target_sha256: str
+    target_layers: int
+    tokenizer_sha256: str
+    template_sha256: str | None
+    template_kwargs: dict[str, Any] | None
+    template_modes: list[dict[str, Any]] = field(default_factory=list)
+    data: list[str]
+    data_sha256: str
+    max_length: int
+    documents: int
+    tokens: int
+    last_states: int
+    layers: list[int]
+    width: int
+    precision: str
+    all_last: bool
+    dtype: str
+    shards: list[list[int]]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tuple(self.layers), self.width, self.precision, self.all_last)
+
+    @property
+    def id(self) -> str:
+        """A hash of everything that determines the content of the shards, in hexadecimal."""
+        content = {name: getattr(self, name) for name in (*IDENTITY, "format", "shards")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, other: Manifest) -> str | None:
+        """What differs from the features of another manifest, as text for a message; None if they are the same."""
+        for name, what in IDENTITY.items():
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                shown = "" if name.endswith("sha256") else f" ({ours}, not {theirs})"
+                return f"another {what}{shown}"
+        return None
+
+
+class FeatureCache:
+    """A directory of stored features, or one that is about to be written. `documents` are those of the manifest; None
+    reads them from the directory when they are needed."""
+
+    def __init__(self, path: Path, manifest: Manifest, documents: Sequence[Document] | None = None):
+        self.path, self.manifest, self.layout = path, manifest, manifest.layout
+        self._documents = documents
+
+    @classmethod
+    def open(cls, path: str | Path, documents: Sequence[Document] | None = None) -> FeatureCache:
+        """The features in a directory. Raises ValueError if it has no manifest, or a damaged one."""
+        return cls(Path(path), _read_manifest(Path(path)), documents)
+
+    def create(self, held_out: Sequence[Record]) -> None:
+        """Writes everything but the shards; the manifest last. Only one process at a time may do so."""
+        documents = self.documents
+        tensors = {
+            "tokens": torch.from_numpy(np.concatenate([d.tokens for d in documents])),
+            "spans": torch.from_numpy(np.concatenate([d.spans for d in documents])),
+            "lengths": torch.from_numpy(lengths_of(documents)),
+        }
+        replace_file(self.path / DOCUMENTS, [save(tensors)])
+        replace_text(self.path / HELD_OUT, "".join(json.dumps(asdict(r)) + "\n" for r in held_out))
+        replace_text(self.path / MANIFEST, json.dumps(asdict(self.manifest), indent=2) + "\n")
+
+    # -- documents ----------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def documents(self) -> Sequence[Document]:
+        """The documents. Raises ValueError if they are damaged or not those of the manifest."""
+        if self._documents is not None:
+            return self._documents
+        file = self.path / DOCUMENTS
+        try:
+            tensors = load(file.read_bytes())
+            lengths = tensors["lengths"].tolist()
+            parts = zip(tensors["tokens"].split(lengths), tensors["spans"].split(lengths), strict=True)
+            documents = [Document(tokens.numpy(), spans.numpy()) for tokens, spans in parts]
+            whole = len(documents) == self.manifest.documents and fingerprint(documents) == self.manifest.data_sha256
+        except Exception as e:  # a damaged file may raise anything
+            raise ValueError(f"{file} cannot be read ({type(e).__name__}); {_ANEW}") from e
+        if not whole:
+            raise ValueError(f"{file} does not hold the documents of {MANIFEST}; {_ANEW}")
+        return documents
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.documents, self.layout)
+
+    def held_out(self) -> list[Record]:
+        """The records that are kept to measure τ."""
+        file = self.path / HELD_OUT
+        try:
+            return [Record(**parse_json(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError, TypeError) as e:
+            raise ValueError(f"{file} cannot be read ({type(e).__name__}); {_ANEW}") from e
+
+    # -- shards -------------------------------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> range:
+        return range(len(self.manifest.shards))
+
+    def file(self, shard: int) -> Path:
+        return self.path / f"shard-{shard:05}.safetensors"
+
+    def temporary(self, shard: int) -> Path:
+        """The file that a shard is written to. It exists from the moment on at which the shard gets its share of the
+        budget."""
+        return self.path / (TEMPORARY + self.file(shard).name)
+
+    def lock(self, shard: int) -> Path:
+        return self.file(shard).with_suffix(".lock")
+
+    def is_written(self, shard: int) -> bool:
+        return self.file(shard).exists()
+
+    def check_written(self) -> None:
+        """Raises ValueError for a shard that is there, but truncated, damaged or of other features."""
+        for shard in filter(self.is_written, self.shards):
+            self._header(shard)
+
+    def tokens(self, shard: int) -> int:
+        """The number of tokens of a shard."""
+        return sum(self.sizes.tokens[slice(*self.manifest.shards[shard])])
+
+    def bytes(self, shard: int) -> int:
+        """The most bytes that a shard takes."""
+        return self.sizes.bytes(self.layout, *self.manifest.shards[shard])
+
+    def metadata(self, shard: int) -> dict[str, str]:
+        """The metadata in a shard's file, without the hash of its content."""
+        return {"fledge": f"shard {shard} of the features {self.manifest.id}"}
+
+    def save(self, shard: int, tensors: dict[str, Tensor]) -> None:
+        """Writes a shard, contiguous tensors on the CPU; it has its name only when all of it is on the disk."""
+        write_shard(self.file(shard), tensors, self.metadata(shard), self.temporary(shard))
+
+    def offsets(self, shard: int) -> dict[str, int]:
+        """The position of each tensor in a shard's file, in bytes.
+
+        Raises ValueError if the file is missing or truncated, if its header is damaged, or if it belongs to other
+        features.
+        """
+        return {name: start for name, (start, _) in self._header(shard)[0].items()}
+
+    def verify(self, shard: int) -> None:
+        """Reads a shard, and compares the hash of the content with the hash in the header. Raises ValueError as
+        `offsets` does, and if the hashes differ."""
+        ranges, expected = self._header(shard)
+        if file_hash(self.file(shard), list(ranges.values())) != expected:
+            raise ValueError(f"{self.file(shard)} is damaged: its content is not what was written; {_REPLACE}")
+
+    def _header(self, shard: int) -> tuple[dict[str, tuple[int, int]], str | None]:
+        """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of its content (None: it has
+        none). Raises ValueError as `offsets` says."""
+        file = self.file(shard)
+        first, end = self.manifest.shards[shard]
+        expected = self.layout.tensors(sum(self.sizes.tokens[first:end]), sum(self.sizes.last[first:end]))
+        try:
+            with file.open("rb") as f:
+                length = int.from_bytes(f.read(8), "little")
+                header = _parse_header(f.read(min(length, HEADER_BYTES)))
+            metadata = header.pop("__metadata__", {})
+            content = metadata.pop(CONTENT, None)
+            if metadata != self.metadata(shard):
+                raise ValueError(f"{file} is a shard of other features than those of {MANIFEST}; {_REPLACE}")
+            found = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in expected.items()}
+            if {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()} != found:
+                raise ValueError(f"{file} is damaged: its tensors are others than the manifest says; {_REPLACE}")
+            ranges, end = {}, 8 + length
+            for offsets, name in sorted((entry["data_offsets"], name) for name, entry in header.items()):
+                dtype, shape = expected[name]
+                ranges[name] = end, end + dtype.itemsize * math.prod(shape)
+                if [8 + length + x for x in offsets] != list(ranges[name]):
+                    raise ValueError(f"{file} is damaged: its tensors are not one after the other; {_REPLACE}")
+                end = ranges[name][1]
+            if file.stat().st_size != end:
+                raise ValueError(f"{file} has {file.stat().st_size:,} bytes instead of {end:,}; {_REPLACE}")
+            return ranges, content
+        except FileNotFoundError as e:
+            raise ValueError(f"{file} is missing; {_REWRITE}") from e
+        except (LookupError, TypeError, AttributeError) as e:
+            raise ValueError(f"{file} is damaged: it has no header of a shard; {_REPLACE}") from e
+
+
+_REWRITE = "run the same `fledge features` command again to write what is missing"
+_REPLACE = "delete it and run the same `fledge features` command again, which writes it anew"
+_ANEW = "write the features anew with `fledge features`, in another directory"
+
+
+def _parse_header(text: bytes) -> Any:
+    """The object in a shard's header; None if it is not JSON."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{path} holds no features (no {MANIFEST}); write them with `fledge features`")
+    try:
+        content = read_json(file)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"its format is {content.get('format')!r:.20}, and this version reads format {FORMAT}")
+        manifest = Manifest(**content)
+        if wrong := next((name for name, fine in _checks(manifest).items() if not fine), None):
+            raise ValueError(f"the value of {wrong} is not valid")
+        for mode in (manifest.template_kwargs or {}, *manifest.template_modes):
+            check_template_kwargs(mode, "template_kwargs")
+    except (TypeError, AttributeError, ValueError) as e:
+        raise ValueError(f"{file} cannot be read: {shortened(str(e))}; {_ANEW}") from e
+    return manifest
+
+
+def _checks(manifest: Manifest) -> dict[str, bool]:
+    """Whether the values of a manifest have the right types and fit together, by field."""
+    kinds = {"int": int, "str": str, "bool": bool, "list[str]": list, "list[int]": list, "list[list[int]]": list}
+    found = {f.name: type(getattr(manifest, f.name)) is kinds[str(f.type)] for f in fields(Manifest) if f.type in kinds}
+    if not all(found.values()):
+        return found
+    shards = manifest.shards
+    pairs = all(isinstance(s, list) and len(s) == 2 and all(type(i) is int for i in s) for s in shards)
+    edges = [0, *(s[1] for s in shards)] if pairs else []
+    consecutive = pairs and [s[0] for s in shards] == edges[:-1] and all(a < b for a, b in shards)
+    return {
+        "precision": manifest.precision in PRECISIONS,
+        "shards": bool(shards) and consecutive and edges[-1] == manifest.documents,
+        "layers": all(type(i) is int for i in manifest.layers),
+        "width": manifest.width > 0,
+        "tokens": manifest.tokens > 0,
+        "max_length": manifest.max_length > 2,
+        "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
+        "template_modes": isinstance(manifest.template_modes, list)
+        and all(isinstance(mode, dict) for mode in manifest.template_modes),
+    }

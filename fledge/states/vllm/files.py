@@ -1,0 +1,157 @@
+"""The files of hidden states that vLLM writes, one for each request.
+
+<request>.safetensors       `hidden_states` [tokens, layers, D], layers ascending, and `token_ids` [tokens]
+<request>.safetensors.lock  locked (flock) from the request's start until the file is written
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from fledge.data.documents import Document
+from fledge.states.layout import needed_tokens
+from fledge.states.vllm.command import layers_of
+
+STATES, TOKENS = "hidden_states", "token_ids"  # vLLM's names of the tensors
+ID_BYTES = 4  # of a token id as it is compared; big-endian, so that the order of bytes is the order of ids
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The states of the first T tokens of a document, [T, L, D] in the dtype of the file, on the CPU. `next_token` is
+    the token that the server decoded after the whole document and its log-probability, and `layers` are the ids that
+    the name of the file's directory says; None if they are not known."""
+
+    states_TLD: Tensor
+    next_token: tuple[int, float] | None = None
+    layers: tuple[int, ...] | None = None
+
+
+def read_states(file: Path, tokens: Sequence[int], needed: int) -> Tensor:
+    """The states of a document's first tokens in a complete file, [T, L, D]: of those that the document and the file
+    have in common, T of them, which must be at least `needed`.
+
+    The file is read as a whole instead of being mapped: a truncated file is then an error instead of a signal. Raises
+    ValueError if it is no such file.
+    """
+    try:
+        tensors = load(file.read_bytes())
+        found, states = tensors[TOKENS], tensors[STATES]
+    except FileNotFoundError:
+        raise
+    except Exception as e:  # a damaged file may raise anything
+        raise ValueError(f"{file} is not a file of hidden states of vLLM ({type(e).__name__})") from e
+    if states.dim() != 3 or states.shape[0] != found.numel() or not states.is_floating_point():
+        raise ValueError(
+            f"{file} has hidden states of shape {list(states.shape)} for {found.numel():,} tokens, not [tokens, "
+            "layers, width]"
+        )
+    pairs = zip(tokens, found.tolist(), strict=False)
+    count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if count < needed:
+        raise ValueError(
+            f"{file} has hidden states of other tokens than those that were asked for: they differ after {count:,} of "
+            f"{len(tokens):,} tokens"
+        )
+    return states[:count]
+
+
+def lock_of(file: Path) -> Path:
+    return file.with_name(file.name + ".lock")
+
+
+def lock_state(file: Path) -> str:
+    """Whether vLLM holds the lock of a file: "held", "free", or "absent" if there is none."""
+    try:
+        with lock_of(file).open("rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return "free"
+    except FileNotFoundError:
+        return "absent"
+    except BlockingIOError:
+        return "held"
+
+
+def remove(file: Path) -> None:
+    """Deletes a file and its lock. Raises OSError if that is not allowed."""
+    for path in (file, lock_of(file)):
+        path.unlink(missing_ok=True)
+
+
+class StatesFolder:
+    """A directory of files that vLLM has written, by their tokens. It is left as it is.
+
+    The file of a document is one whose text begins with the document's first `needed` tokens: vLLM keeps no state of
+    the last token that it generates, nor of what a chat template puts after it. Raises ValueError if the directory has
+    no such file, or damaged ones.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.layers = path, layers_of(str(path.resolve()))
+        self._files = sorted(self._keys())
+        if not self._files:
+            raise ValueError(f"{path} holds no hidden states (no *.safetensors with {TOKENS} and {STATES})")
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
+        """The states of a document, of its first `needed` tokens at least. Raises ValueError if no file has them."""
+        if (file := self.find(tokens[:needed])) is None:
+            raise ValueError(f"{self.path} has no hidden states of a document of {len(tokens):,} tokens{_BEGINNING}")
+        return Captured(read_states(file, tokens, needed), layers=self.layers)
+
+    def find(self, tokens: Sequence[int]) -> Path | None:
+        """A file whose tokens begin with these."""
+        key = _key(tokens)
+        at = bisect.bisect_left(self._files, (key,))
+        return self._files[at][1] if at < len(self._files) and self._files[at][0].startswith(key) else None
+
+    def check(self, documents: Sequence[Document]) -> None:
+        """Raises ValueError unless there is a file for each document."""
+        missing = [len(d.tokens) for d in documents if self.find(d.tokens[: needed_tokens(d)].tolist()) is None]
+        if missing:
+            raise ValueError(
+                f"{self.path} lacks the hidden states of {len(missing):,} of {len(documents):,} documents, such as one "
+                f"of {missing[0]:,} tokens{_BEGINNING}"
+            )
+
+    def _keys(self) -> Iterator[tuple[bytes, Path]]:
+        for file in sorted(self.path.glob("*.safetensors")):
+            if lock_state(file) == "held":
+                raise ValueError(f"{file} is still being written; wait until vLLM has finished")
+            with contextlib.suppress(KeyError):  # files of others
+                yield _key(_tokens_of(file)), file
+
+
+_BEGINNING = (
+    "; vLLM's prompts have to be the token ids of the training documents, as the target's chat template and "
+    "--max-length give them"
+)
+
+
+def _tokens_of(file: Path) -> list[int]:
+    """The tokens of a file, without reading its states. Raises KeyError if it has no tokens or states."""
+    try:
+        with safe_open(file, "pt") as f:
+            if not {STATES, TOKENS} <= set(f.keys()):
+                raise KeyError(STATES)
+            return f.get_tensor(TOKENS).tolist()
+    except SafetensorError as e:
+        raise ValueError(f"{file} is truncated or damaged ({e}); delete it, or write it again") from e
+
+
+def _key(tokens: Sequence[int]) -> bytes:
+    return torch.tensor(list(tokens), dtype=torch.int64).numpy().astype(f">u{ID_BYTES}").tobytes()

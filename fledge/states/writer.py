@@ -1,0 +1,202 @@
+"""Writes the shards of stored features. Several processes may write one directory; each claims a shard by its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fledge.data.pack import make_row
+from fledge.io.files import DiskFullError, InUse, disk_full_errno, exclusive_lock
+from fledge.states.cache import FeatureCache
+from fledge.states.codec import encode_layers
+from fledge.states.layout import ALIGNMENT, LAST, LAYERS, SCALES, place, views
+from fledge.types import Features, Packed
+
+PASS_TOKENS = 8192  # tokens whose features are on the device at a time
+POLL_SECONDS = 0.5
+CONTINUE = "the finished shards are kept; the same command continues"
+
+Compute = Callable[[Packed], Features]
+
+
+def passes(cache: FeatureCache, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Divides the documents [first, end) into parts of at most PASS_TOKENS tokens; a longer document is a part."""
+    start, tokens = first, 0
+    for i in range(first, end):
+        tokens += cache.sizes.tokens[i]
+        if i > start and tokens > PASS_TOKENS:
+            yield start, i
+            start, tokens = i, cache.sizes.tokens[i]
+    yield start, end
+
+
+def compute_pass(cache: FeatureCache, compute: Compute, first: int, end: int) -> dict[str, Tensor]:
+    """The features of the documents [first, end) as they are stored, on the device of `compute`."""
+    documents, layout = cache.documents[first:end], cache.layout
+    tokens = cache.sizes.tokens[first:end]
+    features = compute(make_row(documents, sum(tokens), sources=range(first, end)))
+    starts = itertools.accumulate(tokens, initial=0)
+    kept = torch.cat([layout.last_tokens(d) + start for d, start in zip(documents, starts, strict=False)])
+    layers, scales = encode_layers(features.aux_TAD, layout.dtypes)
+    last = features.last_TD[kept.to(features.last_TD.device)].to(layout.dtypes.last)
+    return {LAYERS: layers, LAST: last} | ({} if scales is None else {SCALES: scales})
+
+
+class FeatureWriter:
+    """Writes the shards that are missing.
+
+    `compute` gives the features of a packed row, with the layers of the manifest. `budget` is the most bytes that the
+    directory may take, and `reserve` the bytes of the disk that stay free. `advance` is called with the tokens of each
+    pass.
+    """
+
+    def __init__(
+        self, cache: FeatureCache, compute: Compute, budget: int, reserve: int, say: Callable[[str], None],
+        advance: Callable[[int], None],
+    ):  # fmt: skip
+        self.cache, self.compute, self.budget, self.reserve = cache, compute, budget, reserve
+        self.say, self.advance = say, advance
+        self._saving: Future[None] | None = None  # the shard that is written while the next one is computed
+        self._written = 0  # shards
+
+    def write(self) -> None:
+        """Writes until every shard is there, also those that other processes write, and takes over those that other
+        processes abandoned.
+
+        Raises ValueError if a shard would exceed the budget or leave less than the reserve, and OSError if the disk is
+        full. Finished shards stay.
+        """
+        waiting = False
+        with ThreadPoolExecutor(1) as executor:
+            while missing := [i for i in self.cache.shards if not self.cache.is_written(i)]:
+                claimed = [self._claim(i, executor) for i in missing]
+                self._finish_saving()
+                if not any(claimed):
+                    if not waiting:
+                        self.say("the remaining shards are being written by other processes; waiting for them")
+                    waiting = True
+                    time.sleep(POLL_SECONDS)
+
+    def _claim(self, shard: int, executor: ThreadPoolExecutor) -> bool:
+        """Writes a shard, unless another process has written it or is writing it. Returns whether it did."""
+        with contextlib.ExitStack() as claim:
+            try:
+                claim.enter_context(exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))))
+            except InUse:
+                return False
+            if self.cache.is_written(shard):
+                return False
+            self._allot(shard)
+            try:
+                # while the shard before is saved from the other buffer
+                tensors = self._tensors(shard, self._buffers[self._written % 2])
+                self._finish_saving()
+            except BaseException:
+                self.cache.temporary(shard).unlink(missing_ok=True)
+                raise
+            self._saving = executor.submit(self._save, shard, tensors, claim.pop_all())
+            self._written += 1
+        return True
+
+    def _save(self, shard: int, tensors: dict[str, Tensor], claim: contextlib.ExitStack) -> None:
+        with claim:
+            try:
+                self.cache.save(shard, tensors)
+            except OSError as e:
+                if (full := disk_full_errno(e)) is None:
+                    raise
+                file = self.cache.file(shard)
+                raise DiskFullError(
+                    full, f"no space to write {file} ({os.strerror(full)}); free some, {CONTINUE}"
+                ) from e
+
+    def _finish_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    @functools.cached_property
+    def _buffers(self) -> list[Tensor]:
+        """Two buffers in host memory, each of the size of the largest shard; new memory for each would be slow."""
+        size = max(map(self.cache.bytes, self.cache.shards)) + ALIGNMENT * len(self.cache.layout.tensors(0, 0))
+        return [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+
+    def _tensors(self, shard: int, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors of a shard, on the CPU, in a buffer."""
+        first, end = self.cache.manifest.shards[shard]
+        sizes, layout = self.cache.sizes, self.cache.layout
+        tokens, last = sum(sizes.tokens[first:end]), sum(sizes.last[first:end])
+        tensors = views(place(layout, list(layout.tensors(0, 0)), tokens, last)[0], buffer)
+        filled = dict.fromkeys(tensors, 0)
+        for a, b in passes(self.cache, first, end):
+            for name, part in compute_pass(self.cache, self.compute, a, b).items():
+                tensors[name][filled[name] : filled[name] + len(part)] = part
+                filled[name] += len(part)
+            self.advance(sum(sizes.tokens[a:b]))
+        return tensors
+
+    # -- disk space ---------------------------------------------------------------------------------------------
+
+    def _allot(self, shard: int) -> None:
+        """Reserves the shard's share of the budget by creating its temporary file."""
+        with self._accounts():
+            needed = self.cache.bytes(shard)
+            excess = self._taken(shard) + needed - self.budget
+            if excess > 0 or shutil.disk_usage(self.cache.path).free - needed < self.reserve:
+                limit = f"exceed the disk budget of {self.budget:,} bytes" if excess > 0 else "nearly fill the disk"
+                raise ValueError(f"{self.cache.file(shard)} would {limit}; free some space, {CONTINUE}")
+            self.cache.temporary(shard).touch()
+
+    def _taken(self, shard: int) -> int:
+        """The bytes of all shards but one; those that are being written count as a whole."""
+        taken = 0
+        for i in self.cache.shards:
+            if i != shard and self.cache.temporary(i).exists():
+                taken += self.cache.bytes(i)
+            else:
+                with contextlib.suppress(FileNotFoundError):  # not written yet
+                    taken += self.cache.file(i).stat().st_size
+        return taken
+
+    @contextlib.contextmanager
+    def _accounts(self) -> Iterator[None]:
+        """Excludes other writers while the taken space is counted, and removes what killed writers left."""
+        with waiting_lock(self.cache.path, self.say):
+            for i in self.cache.shards:
+                left = self.cache.temporary(i).exists() or self.cache.lock(i).exists()
+                if left and not self._is_locked(i):
+                    self.cache.temporary(i).unlink(missing_ok=True)
+            yield
+
+    def _is_locked(self, shard: int) -> bool:
+        """Whether a process writes the shard. If none does, a lock file that a killed one left is removed."""
+        try:
+            with exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))):
+                return False
+        except InUse:
+            return True
+
+
+@contextlib.contextmanager
+def waiting_lock(directory: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Context manager: holds the lock of the directory; waits while another process holds it."""
+    lock = directory / ".fledge-lock"
+    while True:
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(exclusive_lock(lock, str(directory), say))
+            except InUse:
+                time.sleep(POLL_SECONDS / 10)
+                continue
+            yield
+            return

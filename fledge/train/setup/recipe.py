@@ -1,0 +1,372 @@
+"""Resolves the options of `fledge train` into a recipe, and refuses contradictions before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fledge.config import DraftConfig
+from fledge.data.modes import modes_of
+from fledge.data.read import check_source, with_columns
+from fledge.drafts.weights import read_draft_config
+from fledge.io.http import refuse_credentials
+from fledge.io.machine import resolve_device
+from fledge.methods import CHOICES, METHODS, Choice, Method
+from fledge.ops.loss import KINDS
+from fledge.ops.ttt_attention import IMPLS
+from fledge.options import flag_of, names_of, parse_dtype, parse_template_kwargs
+from fledge.states.cache import FeatureCache
+from fledge.train.cod import DropTokens
+from fledge.train.objective import Objective
+from fledge.train.optim import OPTIMIZERS
+from fledge.train.ranks import local_rank, started_by_torchrun
+from fledge.train.setup.options import (
+    FEATURE_OPTIONS,
+    SERVED_OPTIONS,
+    SWITCHES,
+    ObjectiveOptions,
+    ServedOptions,
+    ShapeOptions,
+    TrainOptions,
+)
+
+MAX_LENGTH = 2048  # default of --max-length
+DEPTH = 5  # default of --depth
+COD_MIN_RATE = 0.2
+LOGGERS = ("tensorboard", "wandb")
+ACTIVATIONS = ("keep", "recompute", "auto")
+# reasons why an option has no effect, in the form that `Options.refuse` takes
+WITH_STEPS = "with --steps, which sets the length of the training;"
+WITH_FEATURES = "with --features, whose documents are prepared and whose target does not run;"
+WITH_SERVED = "with --features-from, as the target runs in vLLM alone; measure τ afterwards with fledge eval;"
+WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """The data sources and the maximum lengths of documents and rows, in tokens. A length that is None is chosen once
+    the target and the data are loaded. `cache` is the directory of tokenized data and `workers` the number of processes
+    that tokenize; None stands for the defaults. `modes` are all sets of template variables that sources are rendered
+    with: `template_kwargs`, and a source's own, which take precedence."""
+
+    sources: tuple[str, ...]
+    template_kwargs: dict[str, Any] | None
+    skip_bad: bool
+    max_length: int | None
+    row_length: int | None
+    cache: str | None
+    workers: int | None
+    modes: tuple[dict[str, Any], ...]
+
+    @property
+    def longest(self) -> int:
+        """Maximum document length in tokens; the target's context may lower it."""
+        return self.max_length or min(MAX_LENGTH, self.row_length or MAX_LENGTH)
+
+
+@dataclass(frozen=True)
+class ServedRecipe:
+    """Hidden states that vLLM computes. `address` is that of its server, or a directory of files that it wrote.
+    `layers` are all that it captures, ascending (None: those that are needed). `mapped` is the path of its directory
+    there and here, if they differ. `api_key_env` names the environment variable with the server's key, if it has one.
+    """
+
+    address: str
+    layers: tuple[int, ...] | None
+    mapped: tuple[Path, Path] | None
+    api_key_env: str
+
+
+@dataclass(frozen=True)
+class NewDraft:
+    """The shape of a new draft. `switches` are the boolean fields of its DraftConfig that are turned on. `aux_layers`
+    None stands for the engines' default, `vocab_size` None for the target's vocabulary size, at most 32,000."""
+
+    vocab_size: int | None
+    layers: int
+    aux_layers: tuple[int, ...] | None
+    switches: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ExistingDraft:
+    """A draft to continue training: its directory or hub id, and its config, which is read only once."""
+
+    name: str
+    config: DraftConfig
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything about a run that is known before weights and data are loaded. `options` have the target's name, the
+    device and the implementation in place of None. `choice` is a key of `fledge.methods.CHOICES`. `depth` is the number
+    of tokens that the trained draft drafts by default. `features` are hidden states on disk, and `served` hidden
+    states from vLLM (both None: the target computes hidden states)."""
+
+    options: TrainOptions
+    choice: str
+    depth: int
+    data: DataRecipe
+    features: FeatureCache | None
+    served: ServedRecipe | None
+    draft: NewDraft | ExistingDraft
+    objective: Objective
+
+    @property
+    def method(self) -> Method:
+        return CHOICES[self.choice].method
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The values of a run that depend on the target, the data and the device; `settled` in recipe.yaml. Lengths are in
+    tokens. `slots` is the number of slots in flight, `mask_token` is None for methods without one, and `data_sha256` is
+    the fingerprint of the training documents."""
+
+    depth: int
+    max_length: int
+    row_length: int
+    eval_tokens: int
+    draft_vocab: int
+    mask_token: int | None
+    steps: int
+    rows_per_step: int
+    lr: float
+    impl: str
+    slots: int
+    activations: str
+    data_sha256: str
+
+
+def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
+    """The recipe for these options. Reads no file but the config of the --init-from draft and the manifest of the
+    --features. With `imagined`, it is that of a machine with CUDA GPUs, which need not be there.
+
+    Raises ValueError, naming the flags and a remedy, for options that contradict each other, that the method or the
+    device does not support, or that name something that does not exist.
+    """
+    if not options.features and not (options.target and options.data):
+        raise ValueError("give --target and --data, --features, a --config file that sets them, or --resume RUN")
+    if options.features and options.features_from:
+        raise ValueError("--features names hidden states on disk, and --features-from those of vLLM; give one of them")
+    for name, known in (("optimizer", OPTIMIZERS), ("log", (None, *LOGGERS)), ("activations", ACTIVATIONS)):
+        _check_known(name, getattr(options, name), known)
+    existing, features = _existing(options), _features(options)
+    choice = _choice(options, existing)
+    _check_method_options(options, choice.method)
+    depth = _depth(options, existing, choice.method)
+    data, objective = _data(options, existing, features), _objective(options, choice.method, depth)
+    _check_packages(options)
+    device, impl = _device_and_impl(options, imagined)
+    target = options.target or features.manifest.target
+    return Recipe(
+        options=replace(options, target=target, device=device, impl=impl),
+        choice=next(name for name, known in CHOICES.items() if known is choice),
+        depth=depth,
+        data=data,
+        features=features,
+        served=served_recipe(options),
+        draft=existing or _new_draft(options, choice),
+        objective=objective,
+    )
+
+
+def ineffective_options(options: TrainOptions, method: Method) -> dict[str, str]:
+    """Options that have no effect in combination with the others, with the reasons in the form of `Options.refuse`."""
+    found = dict.fromkeys(["epochs"], WITH_STEPS) if options.steps else {}
+    found |= dict.fromkeys(names_of(ShapeOptions), WITH_INIT_FROM) if options.init_from else {}
+    found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if options.features else {}
+    found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if options.features_from else {}
+    return found | unsupported_options(method)
+
+
+def unsupported_options(method: Method) -> dict[str, str]:
+    """Options that a method does not support, each with the reason."""
+    found = {}
+    for other in METHODS.values():
+        foreign = [name for name in other.options if name not in method.options]
+        found |= dict.fromkeys(foreign, f"with {method.title}; use --method {other.name}, or")
+    return found | {name: f"with {method.title}: {why};" for name, why in method.without.items()}
+
+
+def find_choice(name: str) -> Choice:
+    """The method of this name. Raises ValueError for an unknown name."""
+    if name not in CHOICES:
+        raise ValueError(f"--method {name} is not one of {', '.join(CHOICES)}")
+    return CHOICES[name]
+
+
+def _existing(options: TrainOptions) -> ExistingDraft | None:
+    if options.init_from is None:
+        return None
+    return ExistingDraft(options.init_from, read_draft_config(options.init_from))
+
+
+def _features(options: TrainOptions) -> FeatureCache | None:
+    if options.features is None:
+        return None
+    return FeatureCache.open(options.features)
+
+
+def served_recipe(options: ServedOptions) -> ServedRecipe | None:
+    """The hidden states of vLLM that the options ask for; None if they do not. Raises ValueError for an address that is
+    neither a directory nor that of a server."""
+    address = options.features_from
+    if address is None:
+        needless = ("features_layers", "features_map", "api_key_env")
+        options.refuse(needless, "without hidden states of vLLM; give --features-from, or")
+        return None
+    folder = Path(address).is_dir()
+    if not folder:
+        refuse_credentials(address)
+    if not folder and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
+        raise ValueError(
+            f"--features-from {address} is neither a directory nor the address of a server, such as "
+            "http://localhost:8000"
+        )
+    if folder:
+        options.refuse(["features_map", "api_key_env"], "with a directory of files;")
+    mapped = None
+    if options.features_map is not None:
+        there, _, here = options.features_map.partition("=")
+        if not there or not Path(here).is_dir() or not here:
+            raise ValueError(
+                f"--features-map {options.features_map} is not THERE=HERE, the paths of a directory on the server and "
+                "of the same directory here, which has to exist"
+            )
+        mapped = Path(there), Path(here)
+    layers = layer_ids(options.features_layers, "--features-layers")
+    return ServedRecipe(address, layers, mapped, options.api_key_env)
+
+
+def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
+    """The method to train; that of the existing draft, if there is one."""
+    name = options.method or (existing.config.method if existing else "eagle3")
+    choice = find_choice(name)
+    if existing and choice.method.name != existing.config.method:
+        raise ValueError(
+            f"--method {name}, but {existing.name} is a draft of {existing.config.method}; leave --method out"
+        )
+    if existing and not all(getattr(existing.config, switch) for switch in choice.switches):
+        raise ValueError(
+            f"--method {name}, but {existing.name} was trained without its norms "
+            f"({', '.join(choice.switches)}); leave --method out"
+        )
+    return choice
+
+
+def _check_method_options(options: TrainOptions, method: Method) -> None:
+    reasons = ineffective_options(options, method)
+    for why in dict.fromkeys(reasons.values()):
+        options.refuse((name for name, reason in reasons.items() if reason == why), why)
+
+
+def _depth(options: TrainOptions, existing: ExistingDraft | None, method: Method) -> int:
+    known = existing.config.provenance.depth if existing else None
+    depth = options.depth or known or DEPTH
+    if depth < method.min_depth:
+        raise ValueError(f"--depth {depth}: {method.title} needs a depth of at least {method.min_depth}")
+    return depth
+
+
+def _data(options: TrainOptions, existing: ExistingDraft | None, features: FeatureCache | None) -> DataRecipe:
+    if features:
+        known = features.manifest
+        if options.row_length and options.row_length < known.max_length:
+            raise ValueError(
+                f"--row-length {options.row_length} is less than {known.max_length}, the maximum document length of "
+                f"{features.path}; a row must have room for the longest document"
+            )
+        modes = tuple(known.template_modes) or (known.template_kwargs or {},)
+        return DataRecipe((), known.template_kwargs, False, known.max_length, options.row_length, None, None, modes)
+    if options.row_length and options.max_length and options.row_length < options.max_length:
+        raise ValueError(
+            f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
+            "for the longest document"
+        )
+    kwargs = parse_template_kwargs(options.template_kwargs)
+    if kwargs is None and existing:
+        kwargs = existing.config.provenance.template_kwargs
+    sources = with_columns(options.data, options.columns)
+    return DataRecipe(
+        tuple(sources), kwargs, options.skip_bad, options.max_length, options.row_length, options.data_cache,
+        options.data_workers, _modes(options.data, kwargs),
+    )  # fmt: skip
+
+
+def _modes(data: Sequence[str], kwargs: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
+    """`modes_of` for --data. Raises ValueError for a source that cannot be read."""
+    try:
+        return modes_of(data, kwargs)
+    except ValueError as e:
+        raise ValueError(f"--data {e}") from e
+
+
+def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:
+    switches = tuple(name for name in SWITCHES if getattr(options, name) or name in choice.switches)
+    layers = layer_ids(options.aux_layers) if choice.method.reads_layers else ()
+    return NewDraft(options.draft_vocab, options.layers, layers, switches)
+
+
+def layer_ids(text: str | None, flag: str = "--aux-layers") -> tuple[int, ...] | None:
+    """The value of an option for layers as ascending layer ids; None if it was not given."""
+    try:
+        layers = tuple(sorted(int(i) for i in text.split(","))) if text else None
+    except ValueError as e:
+        raise ValueError(f"{flag} {text} is not a list of layer numbers such as 2,16,29") from e
+    if layers and len(set(layers)) < len(layers):
+        raise ValueError(f"{flag} {text} contains a layer twice")
+    return layers
+
+
+def _objective(options: ObjectiveOptions, method: Method, depth: int) -> Objective:
+    _check_known("loss", options.loss, KINDS)
+    rate = method.cod_rate if options.cod_rate is None else options.cod_rate
+    min_rate = COD_MIN_RATE if options.cod_min_rate is None else options.cod_min_rate
+    return Objective(
+        depth=method.trained_depth or depth,
+        gamma=options.gamma if method.gamma is None else method.gamma,
+        loss=options.loss,
+        keep_out_of_vocab=options.keep_out_of_vocab,
+        feature_noise=options.feature_noise,
+        drop=DropTokens(rate, min_rate) if rate < 1 else None,
+    )
+
+
+def _check_packages(options: TrainOptions) -> None:
+    if options.eval_prompts:
+        check_source(options.eval_prompts, "--eval-prompts")
+    if options.log and importlib.util.find_spec(options.log) is None:
+        raise ValueError(f"--log {options.log} needs a package that is not installed: pip install {options.log}")
+
+
+def _device_and_impl(options: TrainOptions, imagined: bool) -> tuple[str, str]:
+    """The device and the implementation of the training step."""
+    if options.impl is not None:
+        _check_known("impl", options.impl, IMPLS)
+    dtype = parse_dtype(options.dtype)
+    device = "cuda" if imagined else resolve_device(options.device)
+    if device == "cuda" and started_by_torchrun():
+        device = f"cuda:{local_rank()}"
+    gpu, triton = device.startswith("cuda"), imagined or importlib.util.find_spec("triton") is not None
+    impl = options.impl or ("triton" if gpu and triton else "eager")
+    if gpu and impl != "eager" and not triton:
+        raise ValueError(
+            f"--impl {impl} needs the package triton, which is not installed; install it, or use --impl eager"
+        )
+    if not gpu and impl != "eager":
+        raise ValueError(f"--impl {impl} needs a CUDA GPU")
+    if impl == "eager" and options.activations == "recompute":
+        raise ValueError("--activations recompute needs a CUDA GPU and --impl triton or flex")
+    if impl != "eager" and str(dtype) == "torch.float64":
+        raise ValueError(f"--impl {impl} does not support --dtype float64; use --impl eager")
+    return device, impl
+
+
+def _check_known(name: str, value: str | None, known: Iterable[str | None]) -> None:
+    if value not in (known := tuple(known)):
+        raise ValueError(f"{flag_of(name)} {value} is not one of {', '.join(filter(None, known))}")

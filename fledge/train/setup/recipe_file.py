@@ -1,0 +1,339 @@
+"""Reads and writes recipe.yaml, which holds the options of a run and its settled values.
+
+Its keys are the options of `fledge train` with underscores. `settled` holds the values that were chosen for the target,
+the data and the GPU: --resume reuses them, --config chooses them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from fledge import __version__
+from fledge.data.sources import Source
+from fledge.familiar import replace_aliases
+from fledge.io.fields import format_value, shortened
+from fledge.io.files import check_output_path
+from fledge.options import (
+    default_of,
+    flag_of,
+    has_type,
+    names_of,
+    option_fields,
+    validation_problem,
+)
+from fledge.train.checkpoint import RunDirectory
+from fledge.train.setup.options import (
+    FEATURE_OPTIONS,
+    MACHINE,
+    MOVABLE,
+    NOT_FROM_FILE,
+    SERVED_OPTIONS,
+    ShapeOptions,
+    TrainOptions,
+)
+from fledge.train.setup.plain_yaml import MAX_BYTES, read_yaml, write_yaml
+from fledge.train.setup.recipe import (
+    WITH_FEATURES,
+    WITH_INIT_FROM,
+    WITH_SERVED,
+    WITH_STEPS,
+    Recipe,
+    Settled,
+    find_choice,
+    ineffective_options,
+    resolve,
+    unsupported_options,
+)
+
+RECIPES = Path(__file__).parents[2] / "recipes"  # the packaged recipes, by name
+HEADER = """\
+# The options of a training run. The keys are the options of `fledge train` with underscores.
+#
+#   fledge train --config recipe.yaml --out another-run    starts a new run with these options; flags override them
+#   fledge train --resume RUN                              continues the run in the directory of this file
+#
+# `settled` holds the values that were chosen for the target, the data and the GPU. Only --resume uses them.
+
+"""
+RUN_ONLY = ("config", "resume", *MACHINE)  # options of a single command, which a recipe cannot set
+# settled values that --resume passes on as options, because they must not change: another number of slots, for example,
+# changes the rounding
+RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "rows_per_step", "impl", "slots", "activations")
+VERSION, SETTLED = "fledge_version", "settled"
+DAMAGED = "the file is damaged; start a new run"
+
+Say = Callable[[str], None]
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def recipe_text(options: TrainOptions, settled: Settled) -> str:
+    """The text of recipe.yaml: all options that have a value and an effect, then the settled values. `options.method`
+    must not be None."""
+    settled_values = {name: value for name, value in asdict(settled).items() if value is not None}
+    return HEADER + write_yaml(
+        {VERSION: __version__, **_recipe_values(_with_absolute_paths(options)), SETTLED: settled_values}
+    )
+
+
+def _recipe_values(options: TrainOptions) -> dict[str, Any]:
+    choice = find_choice(options.method)
+    omitted = {*RUN_ONLY, "out", *choice.switches, *ineffective_options(options, choice.method)}
+    values = {k: v for k, v in options.as_dict().items() if v is not None and k not in omitted}
+    if "template_kwargs" in values:
+        values["template_kwargs"] = json.loads(values["template_kwargs"])
+    if "data" in values:
+        values["data"] = [Source.parse(source).as_option() for source in values["data"]]
+    return values
+
+
+def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
+    """The options with absolute paths, so that they are valid in any current directory."""
+    from fledge.data.read import absolute_source
+
+    paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache", "features", "features_from")}
+    existing = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
+    if options.features_map:
+        there, _, here = options.features_map.partition("=")
+        existing["features_map"] = f"{there}={os.path.abspath(here)}"
+    prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
+    return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **existing)
+
+
+# -- --config ------------------------------------------------------------------------------------------------------
+
+
+def with_config(options: TrainOptions, say: Say) -> TrainOptions:
+    """The options merged with those of their --config file. Flags override the file. A value of the file counts as
+    given if it differs from the default.
+
+    Some flags make other options of the file irrelevant (see `_overridden`); they are ignored, with a message to `say`.
+    Raises ValueError, naming the file, the key and a remedy, if the file is not a valid recipe.
+    """
+    if options.config is None:
+        return options
+    file = find_recipe_file(options.config)
+    written = _without_command_line_options(_options_in(_mapping_in(file), file), file, say)
+    defaults = {f.name: default_of(f) for f in option_fields(TrainOptions)}
+    given = {name: getattr(options, name) for name in defaults if options.was_given(name)}
+    differing = {name for name, value in written.items() if value != defaults[name]}
+    for name, why in _overridden(given).items():
+        if name in differing - given.keys() - {"steps", "epochs"}:  # --steps and --epochs silently replace each other
+            say(f"{name} of {file} is not used {why.rpartition(';')[0]}")
+        written.pop(name, None)
+    with naming_config_file(options):
+        return TrainOptions(**defaults | written | given, given=frozenset(given.keys() | (differing & written.keys())))
+
+
+@contextlib.contextmanager
+def naming_config_file(options: TrainOptions) -> Iterator[None]:
+    """Context manager: adds the name of the --config file, if there is one, to the message of a ValueError, since the
+    options in the message may come from the file."""
+    try:
+        yield
+    except ValueError as e:
+        if options.config is None:
+            raise
+        raise ValueError(f"{options.config}, combined with the given flags: {e}") from e
+
+
+def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
+    """Options whose values in the file are ignored because of a given flag, each with the reason."""
+    found = dict.fromkeys(["epochs"], WITH_STEPS) if "steps" in given else {}
+    found |= dict.fromkeys(["steps"], "with --epochs;") if "epochs" in given else {}
+    found |= dict.fromkeys(["method", *names_of(ShapeOptions)], WITH_INIT_FROM) if "init_from" in given else {}
+    found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if given.get("features") else {}
+    found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if given.get("features_from") else {}
+    return found | (unsupported_options(find_choice(given["method"]).method) if "method" in given else {})
+
+
+def _without_command_line_options(values: dict[str, Any], file: Path, say: Say) -> dict[str, Any]:
+    if "out" in values:
+        say(f"out of {file} is not used; --out names the directory of the new run")
+    if values.get("trust_remote_code"):
+        say(
+            f"trust_remote_code of {file} is ignored, because a file cannot grant trust. Give --trust-remote-code if "
+            "the target's own code is needed"
+        )
+    return {name: value for name, value in values.items() if name not in NOT_FROM_FILE}
+
+
+# -- --resume ------------------------------------------------------------------------------------------------------
+
+
+def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainOptions, dict[str, Any]]:
+    """The options with which a run continues, and its settled values by name (see `Settled`).
+
+    Trust is not read from the file: a run that was started with --trust-remote-code needs the flag again. Raises
+    ValueError if there is no run, if its file is damaged, or if --trust-remote-code is given and the run was started
+    without it.
+    """
+    file = directory.options_file()
+    try:
+        values, settled = _from_recipe(file)
+    except ValueError as e:
+        raise ValueError(f"{e}; {DAMAGED}") from e
+    if asked.trust_remote_code and values.get("trust_remote_code") is not True:
+        raise ValueError(f"the run in {directory.path} was started without it; leave --trust-remote-code out")
+    values |= {name: settled[name] for name in RESUMED_VALUES if name in settled}
+    values |= {name: getattr(asked, name) for name in ("resume", "trust_remote_code", *MACHINE)}
+    if moved := {name: getattr(asked, name) for name in MOVABLE if asked.was_given(name)}:
+        if values.get("features_from") is None:
+            raise ValueError(
+                f"the run in {directory.path} was started without --features-from; leave {flag_of(next(iter(moved)))} "
+                "out"
+            )
+        values |= moved
+    for source, names, reason in (
+        ("features", FEATURE_OPTIONS, WITH_FEATURES), ("features_from", SERVED_OPTIONS, WITH_SERVED),
+    ):  # fmt: skip
+        if values.get(source):
+            asked.refuse([name for name in names if name in MACHINE and getattr(asked, name)], reason)
+    values["out"] = asked.resume
+    try:
+        return TrainOptions(**values, given=frozenset()), settled
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}; {DAMAGED}") from e
+
+
+def check_settled(recorded: Mapping[str, Any], settled: Settled, directory: RunDirectory) -> None:
+    """Raises ValueError if a resumed run has other settled values than when it was started."""
+    if recorded["data_sha256"] != settled.data_sha256:
+        raise ValueError(
+            f"the data differs from that of the run in {directory.path}; resuming needs the same files and the same "
+            "chat template"
+        )
+    for name, before in recorded.items():
+        if before != (now := getattr(settled, name)):
+            raise ValueError(
+                f"{directory.options_file()}: {SETTLED}.{name} is {format_value(before)}, but the options and data "
+                f"give {format_value(now)}; undo the change to this file or to the target, or start a new run"
+            )
+
+
+def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    content = _mapping_in(file)
+    settled = content.get(SETTLED)
+    if not isinstance(settled, dict) or "data_sha256" not in settled:
+        raise ValueError(f"{file} has no settled values (key {SETTLED})")
+    hints = get_type_hints(Settled)
+    for name, value in settled.items():
+        if name not in hints or not has_type(hints[name], value):
+            raise ValueError(f"{file}: {SETTLED}.{shortened(name)} has the invalid value {format_value(value)}")
+    return _options_in(content, file), settled
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def find_recipe_file(given: str) -> Path:
+    """The file of --config: an existing file, or else the packaged recipe of this name.
+
+    Raises ValueError, listing the names, if the text looks like a name and there is no such recipe. A path that does
+    not exist is returned as it is.
+    """
+    file = Path(given)
+    if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
+        return file
+    names = recipe_names()
+    if given in names:  # even if a run's directory has this name
+        return RECIPES / f"{given}.yaml"
+    if file.exists():
+        return file
+    close = difflib.get_close_matches(given.lower(), names, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"--config {given} is neither a file nor one of fledge's recipes, {', '.join(names)}{meant}")
+
+
+def _mapping_in(file: Path) -> dict[str, Any]:
+    """The keys and values of a recipe file. Raises ValueError, naming the file, if it is not a recipe."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a directory; a recipe is a file, such as {file / 'recipe.yaml'}")
+    if not file.is_file():
+        raise ValueError(
+            f"{file} does not exist or is not a regular file; a recipe is a YAML file such as RUN/recipe.yaml"
+        )
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{file} has more than {MAX_BYTES:,} bytes, which is too large for a recipe")
+    try:
+        content = read_yaml(file.read_text(encoding="utf-8-sig"))
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} contains {format_value(content)}; a recipe consists of lines such as `steps: 1000`")
+    return content
+
+
+def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The options in a recipe by name. Keys without a value are ignored. Raises ValueError, naming the file and the
+    key, for unknown keys and for values of the wrong type."""
+    values = {k: v for k, v in content.items() if v is not None and k not in (VERSION, SETTLED)}
+    values = replace_aliases(TrainOptions, values, lambda name: f"{file}: {name}")
+    known = {f.name for f in option_fields(TrainOptions)}
+    for name, value in values.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            cure = f"did you mean {close[0]}?" if close else "the keys are the names of its flags with underscores"
+            raise ValueError(f"{file}: {format_value(name)} is not an option of fledge train; {cure}")
+        if name in RUN_ONLY:
+            raise ValueError(f"{file}: {name} cannot be set in a file; give {flag_of(name)} on the command line")
+        try:
+            values[name] = _as_option(name, value)
+        except ValueError as e:
+            raise ValueError(f"{file}: {name}: {e}") from e
+        if problem := validation_problem(TrainOptions, name, values[name]):
+            raise ValueError(f"{file}: {name}: {problem}; change it or leave it out")
+    return values
+
+
+def _as_option(name: str, value: Any) -> Any:
+    """Converts the alternative forms that a file may use: a single data source, a source with options, a list of
+    layers, a mapping of template variables."""
+    if name == "data" and isinstance(value, str | dict):
+        return _as_option(name, [value])
+    if name == "data" and isinstance(value, list):
+        return [str(Source.parse(source)) if isinstance(source, dict) else source for source in value]
+    if name == "aux_layers" and has_type(list[int], value):
+        return ",".join(map(str, value))
+    if name == "aux_layers" and has_type(int, value):
+        return str(value)
+    return json.dumps(value) if name == "template_kwargs" and isinstance(value, dict) else value
+
+
+def complete_options(
+    options: TrainOptions, leads: bool, say: Callable[[str], None]
+) -> tuple[TrainOptions, dict[str, Any] | None, RunDirectory]:
+    """The options with those of --config or of the --resume run, that run's settled values (None for a new run), and
+    the run's directory. With `leads`, raises ValueError if the directory of a new run is not free."""
+    options = with_config(options, say)
+    directory = RunDirectory(options.resume or options.out)
+    if options.resume:
+        return *resume_options(directory, options), directory
+    if leads:
+        check_output_path(options.out, "--out", directory=True)
+        directory.check_free()
+    return options, None, directory
+
+
+def resolve_recipe(options: TrainOptions, directory: RunDirectory, *, imagined: bool = False) -> Recipe:
+    """The recipe of complete options; `imagined` is as in `recipe.resolve`."""
+    if options.resume and options.init_from and directory.checkpoint.exists():
+        # the draft of --init-from may have changed since the run was started
+        options = replace(options, init_from=str(directory.checkpoint))
+    with naming_config_file(options):
+        return resolve(options, imagined=imagined)

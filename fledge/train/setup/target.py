@@ -1,0 +1,302 @@
+"""The target of a training run: loads and checks it, and limits lengths to its context."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fledge.data.template import ChatTemplate
+from fledge.drafts.weights import target_sha256, tokenizer_sha256
+from fledge.options import default_new_tokens, parse_dtype
+from fledge.states.cache import FeatureCache
+from fledge.states.source import DiskFeatures
+from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
+from fledge.targets.interface import Target
+from fledge.targets.loading import load_head, load_target
+from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
+from fledge.targets.source import FeatureSource, LiveFeatures
+from fledge.targets.transformers import TransformersTarget
+from fledge.train.feed import ReceivedFeatures
+from fledge.train.setup.options import TargetOptions
+from fledge.train.setup.recipe import DataRecipe, ExistingDraft, Recipe
+from fledge.train.setup.served import open_served_features, open_served_target
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fledge.train.ranks import Ranks
+
+EVAL_TOKENS = 64  # default of --eval-tokens
+# options of glibc's mallopt(3), by their names there, and the values given to them, in bytes
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+NEVER_TRIM, TOP_PAD, MMAP_THRESHOLD = -1, 1 << 26, 1 << 30
+
+
+@dataclass(frozen=True)
+class PlannedTarget:
+    """A target, whose weights need not be loaded, and what is known of it before it computes.
+
+    `layers` are the layers whose outputs the draft reads. `max_length` is the maximum document length and `eval_tokens`
+    the number of new tokens per prompt when τ is measured. `decodes` tells whether τ can be measured by decoding.
+    """
+
+    target: TransformersTarget
+    layers: tuple[int, ...]
+    template: ChatTemplate
+    max_length: int
+    eval_tokens: int
+    decodes: bool
+
+
+@dataclass(frozen=True)
+class PreparedTarget(PlannedTarget):
+    """A loaded target and what training needs of it. `source` computes the features and the teacher's logits."""
+
+    source: FeatureSource
+
+
+def plan_target(recipe: Recipe) -> PlannedTarget:
+    """The target without its weights, which is assumed to verify drafts and to process packed documents together.
+    Raises ValueError as `prepare_target` does for what needs no weights."""
+    requested = recipe.options
+    target = load_target(
+        requested.target, device="cpu" if requested.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
+        max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code, weights=False,
+    )  # fmt: skip
+    check_length(recipe.data, target)
+    decodes = not reads_features_only(recipe)
+    return PlannedTarget(**_known(recipe, target, _layers(recipe, target), decodes))
+
+
+def reads_features_only(recipe: Recipe) -> bool:
+    """Whether the target does not run: vLLM computes it, or its features are on disk and τ is not measured by
+    decoding."""
+    return recipe.served is not None or (recipe.features is not None and not _decoding_option(recipe))
+
+
+def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str], None]) -> PreparedTarget:
+    """Loads and checks the target; with a mesh, its layers are sharded over the ranks. Raises ValueError for a length
+    beyond its context, for layers that it does not have, if τ is to be measured with a target that cannot verify
+    drafts, and if one that cannot process packed documents together is to be sharded."""
+    set_up_process(recipe.options.device)
+    head = _open_head(recipe, say) if reads_features_only(recipe) else None
+    target = head or open_target(recipe.options, recipe.data, recipe.options.device, mesh)
+    if cache := recipe.features:
+        _check_origin(cache, target)  # first: another target may have other layers
+    decodes = _decodes(recipe, target, say)
+    layers = _layers(recipe, target)
+    if cache:
+        source = _stored_features(cache, target, layers)
+    elif recipe.served:
+        check_length(recipe.data, target)
+        source = open_served_features(recipe.served, target, layers, min(recipe.data.longest, target.context), say)
+    else:
+        source = live_features(target, layers, say)
+        if not target.packs and mesh is not None:
+            raise ValueError(
+                f"{target.name} cannot process packed documents together, which --shard-target needs; train without it"
+            )
+    return PreparedTarget(**_known(recipe, target, layers, decodes), source=source)
+
+
+def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Callable[[str], None]) -> PreparedTarget:
+    """`prepare_target` in one of several ranks, which all call it; `shards` tells whether the target's layers are
+    sharded over those that hold it. Without ranks that hold only the target, these are all.
+
+    With such ranks, they load and check it, and the others get its embedding, head and last layer from the first of
+    them, and expect the hidden states of all rows from them. Raises RankError if another rank fails."""
+    mesh = ranks.mesh if shards else None
+    if not ranks.target_ranks:
+        return prepare_target(recipe, mesh, say)
+    prepared, parts, failure, lines = None, {}, None, []
+    try:
+        if ranks.trains:
+            set_up_process(recipe.options.device)
+        else:
+            prepared = prepare_target(recipe, mesh, lines.append)
+            parts = parts_of(prepared.target)
+    except Exception as e:  # which the other ranks must hear of
+        failure = e
+    told = (lines, prepared and prepared.decodes, layout_of(parts))
+    lines, decodes, layout = ranks.meet("while the target was loaded", told, failure)[ranks.size]
+    if not ranks.trains:
+        if ranks.rank == ranks.size:
+            send_parts(parts, ranks.size, ranks.feeds[0])
+        return prepared
+    for line in lines:
+        say(line)
+    parts = receive_parts(layout, ranks.size, ranks.feeds[0], torch.device(recipe.options.device))
+    target = target_of_parts(
+        recipe.options.target, parts, max_length=recipe.data.longest, trust_remote_code=recipe.options.trust_remote_code
+    )
+    layers = _layers(recipe, target)
+    return PreparedTarget(
+        **_known(recipe, target, layers, decodes), source=ReceivedFeatures(target, len(layers), ranks)
+    )
+
+
+def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
+    """The fields of `PlannedTarget`."""
+    return dict(
+        target=target,
+        layers=layers,
+        template=ChatTemplate(target.tokenizer, target.stop_ids, recipe.data.template_kwargs),
+        max_length=min(recipe.data.longest, target.context),
+        eval_tokens=recipe.options.eval_tokens or default_new_tokens(EVAL_TOKENS, target.context),
+        decodes=decodes,
+    )
+
+
+def open_target(
+    requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
+) -> TransformersTarget:
+    """Loads a target, and shards it over the ranks of a mesh. Raises ValueError if documents may be longer than its
+    context."""
+    target = load_target(
+        requested.target, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
+        trust_remote_code=requested.trust_remote_code, mesh=mesh,
+    )  # fmt: skip
+    check_length(data, target)
+    return target
+
+
+def check_length(data: DataRecipe, target: TransformersTarget) -> None:
+    """Raises ValueError if documents may be longer than the target's context."""
+    if data.max_length and data.max_length > target.context:
+        raise ValueError(
+            f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
+        )
+
+
+def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget | None:
+    """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
+    requested, device = recipe.options, recipe.options.device
+    if recipe.served:
+        return open_served_target(requested, recipe.data, device)
+    options = dict(
+        device=device, dtype=parse_dtype(requested.dtype), max_length=recipe.data.longest,
+        trust_remote_code=requested.trust_remote_code,
+    )  # fmt: skip
+    if (head := load_head(requested.target, **options)) is not None:
+        return head
+    head = load_head(requested.target, **options, partial_layer=True)
+    if head is None or target_fingerprint(head) != recipe.features.manifest.target_sha256:  # not made with vLLM
+        head = None
+        say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
+    return head
+
+
+def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
+    """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
+    source = LiveFeatures(target, layers)
+    if target.quantization:
+        say(quantization_note(target))
+    if not target.packs:
+        say("this target cannot process packed documents together, so it processes them one at a time")
+    return source
+
+
+def quantization_note(target: TransformersTarget) -> str:
+    """What to know about the hidden states of a quantized target."""
+    return (
+        f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
+        "full-precision model, so serve the draft with this checkpoint, not with another precision"
+    )
+
+
+def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
+    """Raises ValueError if features on disk were computed by another target, or with another tokenizer."""
+    known = cache.manifest
+    for what, ours, theirs in (
+        ("target", known.target_sha256, target_fingerprint(target)),
+        ("tokenizer", known.tokenizer_sha256, tokenizer_sha256(target.tokenizer)),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"the features in {cache.path} are of another {what} than that of {target.name}; they were computed by "
+                f"{known.target}"
+            )
+
+
+def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...]) -> DiskFeatures:
+    """Features on disk, which are those of the target. Raises ValueError if they are not those that a draft of these
+    layers reads, or not complete."""
+    known = cache.manifest
+    if not layers and not known.all_last:
+        raise ValueError(
+            f"{cache.path} has the final hidden states of supervised tokens only, and EAGLE-1 reads those of all "
+            "tokens; write them with fledge features --all-final-states"
+        )
+    for shard in cache.shards:
+        cache.offsets(shard)
+    return DiskFeatures(cache, layers, target.logits, target.device, target.dtype)
+
+
+def target_fingerprint(target: Target) -> str:
+    """`target_sha256` of a loaded target."""
+    return target_sha256(target.embedding, target.head_weight, target.last_layer_weights())
+
+
+def set_up_process(device: str) -> None:
+    """Makes torch's process-wide settings: the current GPU and the number of threads, or the heap settings on a CPU."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device).index or 0)  # Triton launches on the current device
+        torch.set_num_threads(1)  # the CPU handles only small tensors, which are slower with several threads
+    else:
+        retain_freed_memory()
+
+
+def retain_freed_memory() -> bool:
+    """Configures malloc to keep freed memory in this process. Returns whether all options were accepted.
+
+    By default glibc returns large freed blocks to the operating system, and every training step then pays a page fault
+    for each page of its tensors: on two cores of an AMD CPU, steps of the demo took about a tenth longer. Does nothing
+    and returns False without glibc on Linux.
+    """
+    if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        return False
+    options = {M_MMAP_THRESHOLD: MMAP_THRESHOLD, M_TRIM_THRESHOLD: NEVER_TRIM, M_TOP_PAD: TOP_PAD}
+    return all([libc.mallopt(option, value) for option, value in options.items()])
+
+
+def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
+    """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
+    existing draft that does not fit it."""
+    draft = recipe.draft
+    if isinstance(draft, ExistingDraft):
+        if problem := mismatch(draft.config, target):
+            raise ValueError(f"--init-from {draft.name} does not fit {target.name}: {problem}")
+        return layers_of(draft.config, target)
+    if not recipe.method.reads_layers:
+        return ()
+    return resolve_layers(draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None, target)
+
+
+def _decoding_option(recipe: Recipe) -> str | None:
+    """The flag of the option, if there is one, that asks for measurements of τ by decoding."""
+    return "--eval-every" if recipe.options.eval_every else "--eval-prompts" if recipe.options.eval_prompts else None
+
+
+def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
+    """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
+    if reads_features_only(recipe):
+        remedy = "fledge eval measures it afterwards" if recipe.served else "--eval-every measures it"
+        say(f"τ is not measured by decoding, for which the target would have to run; {remedy}")
+        return False
+    if not target.rollback_problem:
+        return True
+    if flag := _decoding_option(recipe):
+        raise ValueError(
+            f"{flag} measures τ by decoding, but {target.name} cannot verify drafts: {target.rollback_problem}; leave "
+            f"{flag} out to train without measuring τ"
+        )
+    say(
+        f"{target.name} cannot verify drafts: {target.rollback_problem}. The draft is trained without measuring τ; "
+        "serve it with an engine that can restore such states"
+    )
+    return False
