@@ -55,13 +55,13 @@ from fledge.drafts.weights import read_draft_config
 from fledge.engines.client import Answer, Client, Decoding
 from fledge.engines.command import program
 from fledge.engines.metrics import Acceptance, of_requests
+from fledge.io.fields import parse_dtype
 from fledge.io.machine import environment, resolve_device
 from fledge.measure.endpoint import Measurement, identical, measure
 from fledge.measure.metrics import committed_per_round, drafted_and_accepted, tau
 from fledge.measure.own import decode_own
 from fledge.measure.prompts import EvalPrompt, read_prompts
 from fledge.measure.record import check_record_path, write_record
-from fledge.options import parse_dtype
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling

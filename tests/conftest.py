@@ -22,8 +22,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, as the next imports do
 pytest.register_assert_rewrite("support")  # so that failed asserts in support show the compared values
 
-from fledge.commands import report
-from fledge.report.page import MARK, check_report_path
+from fledge.report import page
 from fledge.targets.transformers import TransformersTarget
 from support.commands import Ran
 from support.targets import tiny_target
@@ -32,21 +31,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does for wha
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt processes, which would inherit it
 torch.set_num_threads(1)  # more threads make models of this size slower
 
-draw_report = report.draw
+write_report = page.write_report
 
 
 def note_report(material: Any, out: Any) -> None:
     """Writes an empty report. Drawing one takes a second, and most commands of most tests would draw one."""
-    check_report_path(out, "the report").write_text(MARK)
+    page.check_report_path(out, "the report").write_text(page.MARK)
 
 
-report.draw = note_report
+page.write_report = note_report
 
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands draw their reports."""
-    monkeypatch.setattr(report, "draw", draw_report)
+    monkeypatch.setattr(page, "write_report", write_report)
 
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -182,7 +182,7 @@ def short_of_memory(*given: Any, **options: Any) -> None:
 def test_a_measurement_outlives_a_failure_of_fledges_decoder(evaluate, made, tmp_path, monkeypatch, how):
     out, sglang = tmp_path / "record.json", how == "a tree"
     if not sglang:
-        monkeypatch.setattr("fledge.options.DecodeOptions.load_engine", short_of_memory)
+        monkeypatch.setattr("fledge.commands.decoding.DecodeOptions.load_engine", short_of_memory)
     options = dict(engine="sglang", depth=31) if sglang else {}
     with FakeServer(words=20, tokenizer=tiny_tokenizer(), **options).started() as server:
         words = ["--target", made / "target", "--draft", made / "draft", "--device", "cpu", "--out", out]
@@ -198,7 +198,7 @@ def test_a_mistake_in_the_code_is_no_message(evaluate, made, tmp_path, monkeypat
     def fail(*given: Any) -> None:
         raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr("fledge.options.DecodeOptions.load_engine", fail)
+    monkeypatch.setattr("fledge.commands.decoding.DecodeOptions.load_engine", fail)
     with FakeServer(words=20, tokenizer=tiny_tokenizer()).started() as server, pytest.raises(RuntimeError, match="a k"):
         evaluate(server, "--target", made / "target", "--draft", made / "draft", "--out", tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["tau"] > 1

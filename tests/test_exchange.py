@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fledge.check.draft_files import read_files, vocabulary_findings
-from fledge.commands.inspect import InspectOptions, run, trainer_notes
+from fledge.commands.inspect import InspectOptions, run
 from fledge.config import DraftConfig, RopeConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
+from fledge.engines.describe import trainer_notes
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, same, saved
 from support.files import reconfigure
 from support.targets import tiny_target

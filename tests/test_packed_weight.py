@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge.decode.engine import Engine
+from fledge.io import machine
 from fledge.ops import linear as linear_module
-from fledge.ops import memory, packed_weight
+from fledge.ops import packed_weight
 from fledge.ops.linear import linear, strided_linear
 from fledge.ops.packed_weight import (
     Fingerprint,
@@ -221,17 +222,17 @@ def test_a_fingerprint_sees_writes_that_are_not_counted(of) -> None:
 def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the machine, or of a container that has less."""
     limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "CGROUPS", ((tmp_path / "none", used), (limit, used)))
-    assert memory.free_bytes("cpu") is None
-    memory.MEMINFO.write_text("MemTotal:  64 kB\nMemAvailable:    8 kB\n")
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CGROUPS", ((tmp_path / "none", used), (limit, used)))
+    assert machine.free_bytes("cpu") is None
+    machine.MEMINFO.write_text("MemTotal:  64 kB\nMemAvailable:    8 kB\n")
     limit.write_text("max\n")
     used.write_text("3000\n")
-    assert memory.free_bytes("cpu") == 8192
+    assert machine.free_bytes("cpu") == 8192
     limit.write_text("5000\n")
-    assert memory.free_bytes("cpu") == 2000
+    assert machine.free_bytes("cpu") == 2000
     limit.write_text("2000\n")
-    assert memory.free_bytes("cpu") == 0
+    assert machine.free_bytes("cpu") == 0
 
 
 def test_a_lack_of_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.options import Options, dtype_option, opt, parse_dtype, trust_remote_code_option
+from fledge.io.fields import parse_dtype
+from fledge.options import Options, dtype_option, opt, trust_remote_code_option
 
 if TYPE_CHECKING:
     from fledge.check.draft_files import DraftOnDisk

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fledge.io.fields import parse_dtype
 from fledge.io.files import check_output_path
-from fledge.options import MAX_SEED, names_of, opt, parse_dtype, parse_template_kwargs
+from fledge.options import MAX_SEED, names_of, opt, parse_template_kwargs
 from fledge.train.setup.options import DataOptions, ServedOptions, TargetOptions
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from fledge.data.chat_fields import as_sent
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.engines.client import Answer, Client, Decoding
+from fledge.io.fields import parse_dtype
 from fledge.io.http import BadRequest, ServerProblem, background_loop, key_in
-from fledge.options import default_new_tokens, parse_dtype, parse_template_kwargs
+from fledge.options import default_new_tokens, parse_template_kwargs
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine

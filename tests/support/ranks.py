@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import random
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import ProcessExitedException, start_processes
 
 from fledge.train.ranks import Ranks, connected
 
 # imported once, by the process that all others are forked from
+_OPEN: list[Any] = []
 PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "fledge.targets.loading", "fledge.train.trainer"]
 
 
@@ -28,9 +31,23 @@ def spawn(work: Callable[..., None], world: int, directory: Path, *given: Any) -
 
 
 def start(work: Callable[..., None], processes: int, *given: Any) -> None:
-    """Runs work(number, *given) in processes that `connect` may connect."""
+    """Runs work(number, *given) in processes that `connect` may connect. If a signal ends a process, the error has the
+    stacks of the process's threads."""
     multiprocessing.set_forkserver_preload(PRELOADED)
-    start_processes(work, given, nprocs=processes, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as crashes:
+        try:
+            start_processes(_work_watched, (Path(crashes), work, *given), nprocs=processes, start_method="forkserver")
+        except ProcessExitedException as e:
+            for file in sorted(Path(crashes).iterdir()):
+                e.add_note(f"stacks of process {file.name}:\n{file.read_text()}")
+            raise
+
+
+def _work_watched(number: int, crashes: Path, work: Callable[..., None], *given: Any) -> None:
+    file = (crashes / str(number)).open("w")  # open until the process has ended, which may crash then
+    faulthandler.enable(file)
+    _OPEN.append(file)
+    work(number, *given)
 
 
 @contextlib.contextmanager

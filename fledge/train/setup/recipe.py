@@ -13,12 +13,13 @@ from fledge.config import DraftConfig
 from fledge.data.modes import modes_of
 from fledge.data.read import check_source, with_columns
 from fledge.drafts.weights import read_draft_config
+from fledge.io.fields import parse_dtype
 from fledge.io.http import refuse_credentials
 from fledge.io.machine import resolve_device
 from fledge.methods import CHOICES, METHODS, Choice, Method
 from fledge.ops.loss import KINDS
 from fledge.ops.ttt_attention import IMPLS
-from fledge.options import flag_of, names_of, parse_dtype, parse_template_kwargs
+from fledge.options import flag_of, names_of, parse_template_kwargs
 from fledge.states.cache import FeatureCache
 from fledge.train.cod import DropTokens
 from fledge.train.objective import Objective

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from fledge.io.fields import parse_dtype
 from fledge.io.http import key_in
-from fledge.options import parse_dtype
 from fledge.states.vllm.command import UNCHECKED, serve_command
 from fledge.states.vllm.files import StatesFolder
 from fledge.states.vllm.server import VllmServer

@@ -12,7 +12,8 @@ import torch
 
 from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import target_sha256, tokenizer_sha256
-from fledge.options import default_new_tokens, parse_dtype
+from fledge.io.fields import parse_dtype
+from fledge.options import default_new_tokens
 from fledge.states.cache import FeatureCache
 from fledge.states.source import DiskFeatures
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fledge.io import machine
 from fledge.io.machine import is_intel, processor_name
-from fledge.ops import processor
 
 LINES = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: 6\nmodel name\t: {}\n\n"
 
@@ -17,8 +17,8 @@ LINES = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: 6\nmodel name\t: {}\n\n"
     [("GenuineIntel", "Intel(R) Xeon(R) Processor", True), ("AuthenticAMD", "AMD EPYC", False)],
 )
 def test_linux(vendor: str, name: str, intel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "INFO", tmp_path / "cpuinfo")
-    processor.INFO.write_text(LINES.format(vendor, name) * 200)
+    monkeypatch.setattr(machine, "INFO", tmp_path / "cpuinfo")
+    machine.INFO.write_text(LINES.format(vendor, name) * 200)
     assert processor_name() == name and is_intel() is intel
 
 
@@ -30,6 +30,6 @@ def test_linux(vendor: str, name: str, intel: bool, tmp_path: Path, monkeypatch:
     ],
 )  # fmt: skip
 def test_other_systems(text: str, intel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "INFO", tmp_path / "none")
+    monkeypatch.setattr(machine, "INFO", tmp_path / "none")
     monkeypatch.setattr("platform.processor", lambda: text)
     assert processor_name() == text and is_intel() is intel
