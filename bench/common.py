@@ -12,6 +12,7 @@ import torch
 from fledge.config import DraftConfig
 from fledge.data.documents import Document, fingerprint
 from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.states.cache import FORMAT, FeatureCache, Manifest
 from fledge.states.layout import Layout, Sizes, split_shards
 from fledge.states.writer import FeatureWriter
@@ -76,7 +77,7 @@ def random_draft(
     """A draft with random weights, random features of `tokens` tokens, and a random target head [V, E]."""
     E, V, W = config.hidden_size, config.vocab_size, config.draft_vocab_size
     with torch.device(device):
-        draft = Draft(config).to(device, dtype)
+        draft = new_draft(config).to(device, dtype)
         randomize(draft)
         table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
         draft.share_target_weights(table)

@@ -53,6 +53,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from fledge.config import DraftConfig
 from fledge.decode.engine import Engine
 from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import save_draft
 from fledge.io.machine import environment
 from fledge.measure.metrics import bytes_per_round
@@ -196,7 +197,7 @@ def random_draft(target: TransformersTarget, shape: str, overrides: dict[str, An
         target.shape, max_length=target.max_length, draft_vocab_size=SHAPES[shape]["draft_vocab_size"], **overrides
     )
     with torch.device(device):
-        draft = Draft(config).to(device, torch.bfloat16)
+        draft = new_draft(config).to(device, torch.bfloat16)
     randomize(draft)
     draft = draft.to(target.dtype)
     draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))

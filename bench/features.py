@@ -43,8 +43,9 @@ from fledge.states.layout import Layout
 from fledge.states.reader import Extent
 from fledge.states.source import READERS, DiskFeatures
 from fledge.states.upload import Slot, Uploader
-from fledge.train.objective import Implementation, Objective, ttt_queued
+from fledge.train.objective import ttt_queued
 from fledge.train.prefetch import with_features
+from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup.target import set_up_process
 from fledge.types import Features, Packed
 

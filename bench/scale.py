@@ -40,8 +40,8 @@ from fledge.states.cache import FeatureCache
 from fledge.states.layout import Layout
 from fledge.states.source import DiskFeatures
 from fledge.targets.compatibility import connect_draft, resolve_layers
-from fledge.train.objective import Implementation, Objective
 from fledge.train.ranks import PLACEMENTS, Ranks, connected, local_rank
+from fledge.train.row_pass import Implementation, Objective
 
 WARM_UP = 4  # steps
 SOURCES = {"online": "online", "disk": "from disk"}
@@ -149,7 +149,7 @@ def timed(
     target: Any, source_name: str, ranks: Ranks, tokens: int, ceiling: float | None, options: argparse.Namespace
 ) -> dict[str, Any]:
     from fledge.config import DraftConfig
-    from fledge.drafts.draft import Draft
+    from fledge.drafts.registry import new_draft
     from fledge.targets.source import LiveFeatures
     from fledge.train.optim import MasterOptimizer
     from fledge.train.prefetch import with_features
@@ -159,7 +159,7 @@ def timed(
     config = DraftConfig.for_target(
         target.shape, max_length=options.document, draft_vocab_size=shape["draft_vocab_size"]
     )
-    draft = Draft(config).to(device, target.dtype)
+    draft = new_draft(config).to(device, target.dtype)
     draft.set_vocabulary(torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size))
     layers = connect_draft(draft, target)
     if source_name == "disk":

@@ -27,12 +27,13 @@ import torch
 from common import SHAPES, make_row, peak_tflops, profile, queued_seconds, random_draft, seconds
 
 from fledge.config import DraftConfig
-from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.train.memory import SMALL_CHUNK
-from fledge.train.objective import Implementation, Objective, ttt_queued
+from fledge.train.objective import ttt_queued
 from fledge.train.prefetch import with_features
+from fledge.train.row_pass import Implementation, Objective
 from fledge.types import Packed
 
 LONG = 100_000  # rows from this number of tokens on take about a minute with eager attention
@@ -252,7 +253,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
         target.shape, max_length=case.tokens, draft_vocab_size=SHAPES[options.shape]["draft_vocab_size"]
     )
     W = config.draft_vocab_size
-    draft = Draft(config).to(device, dtype)
+    draft = new_draft(config).to(device, dtype)
     draft.set_vocabulary(torch.arange(W) * (config.vocab_size // W))
     layers = connect_draft(draft, target)
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)

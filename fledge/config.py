@@ -215,10 +215,10 @@ class DraftConfig:
         if self.method not in METHODS:
             raise ValueError(f"method {format_value(self.method)} is none of {', '.join(METHODS)}")
         self._check_family()
-        if self.family.one_pass != (self.mask_token_id is not None):
+        if self.family.masks != (self.mask_token_id is not None):
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}: one-pass drafts (P-EAGLE) need one, and other drafts must not "
-                "have one"
+                f"mask_token_id is {self.mask_token_id}: drafts that read a mask token (P-EAGLE) need one, and other "
+                "drafts must not have one"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
@@ -316,7 +316,7 @@ class DraftConfig:
             raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not support")
         if refuse_deviations and (found := deviations(hf, family)):
             raise ValueError(str(found[0]))
-        if family.one_pass and mask is None:
+        if family.masks and mask is None:
             raise ValueError(
                 "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
             )
@@ -359,7 +359,7 @@ class DraftConfig:
             fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
             norm_output=top.get("norm_output", False),
             own_embeddings=own.get("own_embeddings", width != hidden),
-            mask_token_id=mask if family.one_pass else None,
+            mask_token_id=mask if family.masks else None,
             bos_token_id=_first(top.get("bos_token_id")),
             eos_token_id=_first(top.get("eos_token_id")),
             pad_token_id=top.get("pad_token_id"),

@@ -1,8 +1,7 @@
-"""The table of draft methods.
+"""The table of draft methods: facts about each, for options, configs, files and messages.
 
-Everything that differs between methods is a field of `Method`; no other module compares a method's name. A new method
-needs an entry here, its objective in `train/objective.py`, and a source of candidates in `decode/sources.py` if it
-drafts in another way.
+What a method computes is its network in `fledge.drafts`, which `fledge.drafts.registry` finds by the method's name. No
+other module compares a method's name.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Method:
     decoder layer without an input norm; False: the first layer's projections read both concatenated, each normed.
     `borrows_head`: the logits are the target's head applied to the last layer's output, over the target's whole
     vocabulary; False: the draft has a norm and a head of its own.
-    `one_pass`: one pass drafts all tokens of a round, with a mask token and a learned state in place of unknown inputs;
-    False: one pass drafts one token.
+    `one_pass`: one pass drafts all tokens of a round; False: one pass drafts one token. `masks`: reads a mask token in
+    place of tokens that are not known yet.
 
     Training:
     `trained_depth`: the number of TTT steps, if the method fixes it; else None. `min_depth`: the fewest steps with
@@ -37,8 +36,8 @@ class Method:
     `without`: options that it does not support, with the reason.
 
     Checkpoints:
-    `architectures`: the entry in config.json, the engines' class names. `first_layer`: the prefix of the first layer's
-    tensors in the file. `notes`: how engines and trainers other than fledge treat such a draft, for messages.
+    `architectures`: the entry in config.json, the engines' class names. `served`: other engines know the method.
+    `notes`: how engines and trainers other than fledge treat such a draft, for messages.
     """
 
     name: str
@@ -49,6 +48,7 @@ class Method:
     fuses_embedding: bool = False
     borrows_head: bool = False
     one_pass: bool = False
+    masks: bool = False
     trained_depth: int | None = None
     min_depth: int = 1
     gamma: float | None = None
@@ -57,7 +57,7 @@ class Method:
     cod_rate: float = 1.0
     options: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
-    first_layer: str = "midlayer"
+    served: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -85,7 +85,6 @@ EAGLE1 = Method(
         "norm_before_residual": "EAGLE-1 has no such norm",
         "qk_norm": "EAGLE-1 has no such norm",
     },
-    first_layer="layers.0",
 )
 
 EAGLE3 = Method(
@@ -102,6 +101,7 @@ PEAGLE = Method(
     paper="Hui et al. 2026, arXiv:2602.01469",
     architectures=("LlamaForCausalLMEagle3",),
     one_pass=True,
+    masks=True,
     min_depth=2,
     gamma=1.0,
     cod_rate=0.8,

@@ -22,7 +22,8 @@ from fledge.ops import products
 from fledge.ops.rope import apply_rope
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.objective import Implementation, Objective, ttt
+from fledge.train.objective import ttt
+from fledge.train.row_pass import Implementation, Objective
 from support.decoding import assert_same, both, prompts
 from support.devices import needs_triton, on_device
 from support.losses import gradients
@@ -127,7 +128,7 @@ def test_training_of_more_than_one_step_is_refused() -> None:
 def test_noise() -> None:
     """Feature noise moves the input states of a document by at most scale * 512 / length; the same key gives the same
     noise, and noise changes the loss."""
-    from fledge.train.objective import add_feature_noise
+    from fledge.train.row_pass import add_feature_noise
 
     target, draft = pair()
     row = row_of(DOCUMENTS, filler=4)

@@ -13,12 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.targets.size import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.estimate import Machine, Work, memory_parts, step_bytes
 from fledge.train.memory import UPDATE_BYTES
-from fledge.train.objective import Implementation
+from fledge.train.row_pass import Implementation
 from fledge.train.setup.run import disk_space
 from support.chats import tiny_chats
 from support.targets import tiny_target, tiny_target_directory
@@ -42,7 +43,7 @@ def meta_target(layers: int = 32, **shape: Any) -> TransformersTarget:
 
 def meta_draft(**config: Any) -> Draft:
     with torch.device("meta"):
-        return Draft(DraftConfig(**DRAFT | config)).to(torch.bfloat16)
+        return new_draft(DraftConfig(**DRAFT | config)).to(torch.bfloat16)
 
 
 def machine(ranks: int = 1) -> Machine:
@@ -118,7 +119,7 @@ def test_the_disk_of_a_run(tmp_path: Path, fledge: Any) -> None:
     went = fledge("train", "--target", tiny_target_directory(tmp_path), *words, "--out", tmp_path / "run")
     assert went.code == 0, went.err
     with torch.device("meta"):
-        draft = Draft(DraftConfig.from_hf(json.loads((tmp_path / "run/draft/config.json").read_text())))
+        draft = new_draft(DraftConfig.from_hf(json.loads((tmp_path / "run/draft/config.json").read_text())))
     needed, free = disk_space(RunDirectory(tmp_path / "other"), draft, "muon")
     # without the probe of `fledge check`, which is small beside the weights of a real draft
     written = sum(f.stat().st_size for f in (tmp_path / "run").rglob("*.safetensors") if f.parent.name != "fledge")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fledge.config import DraftConfig, Provenance, RopeConfig
 from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import DraftFiles, open_draft, save_draft, write_files
 from fledge.engines.export import TargetName, export, needs_export
 from fledge.engines.support import ENGINES, unsupported
@@ -64,7 +65,7 @@ def configs(draw: st.DrawFn) -> DraftConfig:
 
 def draft_of(c: DraftConfig) -> Draft:
     torch.manual_seed(0)
-    draft = Draft(c)
+    draft = new_draft(c)
     for p in draft.parameters():
         torch.nn.init.normal_(p)
     draft.set_vocabulary(torch.randperm(V)[: c.draft_vocab_size].sort().values)

@@ -39,9 +39,10 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.cod import DropTokens
-from fledge.train.objective import Objective, ttt
+from fledge.train.objective import ttt
 from fledge.train.plan import teacher_rows
 from fledge.train.prefetch import with_features
+from fledge.train.row_pass import Objective
 from fledge.types import Packed
 from support.features import RoundedFeatures, new_cache, writer_of
 from support.rows import document, layouts, row_of

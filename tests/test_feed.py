@@ -25,8 +25,8 @@ from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import ReceivedFeatures
-from fledge.train.objective import Objective
 from fledge.train.ranks import ALONE, Ranks
+from fledge.train.row_pass import Objective
 from fledge.train.setup.dry_run import dry_run
 from fledge.train.setup.options import TrainOptions
 from fledge.train.trainer import Schedule

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from fledge.drafts.draft import Draft
-from fledge.drafts.init import initialize_from_target
 from fledge.targets.interface import Target
 from support.targets import tiny_draft, tiny_target
 
 
 def start_from(target: Target, draft: Draft) -> None:
-    initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+    draft.initialize(target.last_layer_weights(), target.head_weight, target.embedding)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])

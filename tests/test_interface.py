@@ -18,7 +18,6 @@ from fledge import drafts as models
 from fledge.data.dataset import Rows
 from fledge.decode.engine import Engine
 from fledge.drafts.draft import Draft
-from fledge.drafts.init import initialize_from_target
 from fledge.measure.prompts import EvalPrompt
 from fledge.measure.run import evaluate
 from fledge.methods import METHODS
@@ -26,7 +25,7 @@ from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import Cache, DecodingTarget, Target, TrainingTarget
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.objective import Objective
+from fledge.train.row_pass import Objective
 from fledge.train.trainer import Schedule, train
 from fledge.types import Features, Packed, Sampling, Tree
 from support.decoding import prompts
@@ -131,7 +130,7 @@ def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, 
     for name, target in (("live", live), ("disk", on_disk)):
         draft = tiny_draft(target, **DRAFTS[method])
         torch.manual_seed(7)
-        initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+        draft.initialize(target.last_layer_weights(), target.head_weight, target.embedding)
         layers = connect_draft(draft, target)
         assert layers == layers_of(draft.config, live)
         found.append((trained(draft, LiveFeatures(target, layers), tmp_path / name), draft.state_dict()))

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fledge.decode.engine import Engine
+from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.weights import save_draft
 from fledge.targets.native.target import NativeTarget
-from fledge.train.setup import draft as training_draft
 from fledge.types import Features
 from support.chats import tiny_chats
+from support.mutations import replace_function
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
 TRAIN = "--max-length 64 --row-length 128 --steps 4 --depth 2 --draft-vocab 200 --eval-tokens 4 --device cpu".split()
@@ -90,13 +91,11 @@ def test_nan_in_hidden_states_while_training_names_the_target(made, fledge, monk
 
 
 def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, fledge, monkeypatch):
-    started = training_draft.initialize_from_target
-
-    def huge(draft, *of_target):
+    def huge(started, draft, *of_target):
         started(draft, *of_target)
         draft.norm.weight.data.fill_(1e38)
 
-    monkeypatch.setattr(training_draft, "initialize_from_target", huge)
+    replace_function(monkeypatch, EagleDraft, "initialize", huge)
     said = train(made, fledge)
     assert "the gradient of step 1 is nan: this is the first step" in said and "--lr" not in said
 

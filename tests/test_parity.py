@@ -27,10 +27,10 @@ from fledge.ops.ttt_attention import OwnSteps, Queries
 from fledge.targets import transformers as transformers_target
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
-from fledge.train import objective
 from fledge.train import plan as plan_module
-from fledge.train.objective import Implementation, Objective, RowPass
+from fledge.train import row_pass as passes_module
 from fledge.train.plan import StepPlan
+from fledge.train.row_pass import Implementation, Objective, row_pass
 from fledge.types import Packed, Tree
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, live_by_definition, row_of
@@ -60,14 +60,14 @@ def training_values(
     """Maps (slot, step) to the hidden state, draft logits and teacher logits of training's forward pass."""
     found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     features = features_for(draft, target, row)
-    row_pass = RowPass(draft, row, features, Objective(depth=steps), ways)
-    for slots in row_pass.slot_chunks():
-        chunk = row_pass.chunk(slots)
+    passes = row_pass(draft, row, features, Objective(depth=steps), ways)
+    for slots in passes.slot_chunks():
+        chunk = passes.chunk(slots)
         taught = target.logits(features.last_TD[chunk.needed_P])
         for k, of_step in enumerate(slots):
             for i, slot in enumerate(of_step.tolist()):
                 said = draft.logits(chunk.head_inputs[k][i])
-                found[slot, k] = chunk.outputs[k][i], said, taught[chunk.rows[k][i]]
+                found[slot, k] = chunk.steps.outputs[k][i], said, taught[chunk.rows[k][i]]
     return found
 
 
@@ -378,14 +378,14 @@ REPLACED = [
     (plan_module, "step_inputs", position_twice_k, "llama"),
     (plan_module, "step_inputs", tokens_not_shifted, "llama"),
     (plan_module, "step_inputs", tokens_shifted_twice, "llama"),
-    (objective, "teacher_rows", teacher_a_token_early, "llama"),
+    (passes_module, "teacher_rows", teacher_a_token_early, "llama"),
     (Packed, "live", live_a_token_longer, "llama"),
     (Packed, "live", live_a_token_shorter, "llama"),
     (ttt_attention, "visible", sees_one_more, "llama"),
     (ttt_attention, "visible", does_not_see_itself, "two layers"),
     (ttt_attention, "visible", sees_other_documents, "llama"),
-    (objective, "plan_steps", past_shrinks_with_k, "llama"),
-    (objective, "plan_steps", masks_at_one_position, "p-eagle"),
+    (passes_module, "plan_steps", past_shrinks_with_k, "llama"),
+    (passes_module, "plan_steps", masks_at_one_position, "p-eagle"),
 ]
 # Mistakes in a method of the draft that training alone calls: (method, its replacement, shape of the models)
 ALTERED = [
@@ -416,7 +416,7 @@ def test_a_mistake_in_a_method_of_the_draft_is_noticed(method: str, wrong: Any, 
 
 def test_forgotten_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models("llama")
-    monkeypatch.setattr(objective, "OwnSteps", ForgetsOwnValues)
+    monkeypatch.setattr(passes_module, "OwnSteps", ForgetsOwnValues)
     assert difference(draft, target, SEVERAL, row_of(SEVERAL, filler=7)) > 1e-3
 
 

@@ -27,7 +27,8 @@ from fledge.ops.loss import KINDS
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.cod import DropTokens
-from fledge.train.objective import Implementation, Objective, ttt
+from fledge.train.objective import ttt
+from fledge.train.row_pass import Implementation, Objective
 from fledge.types import Packed, Sampling
 from support.decoding import SAMPLINGS, assert_same, both, fit_head, prompts, spoken
 from support.devices import needs_triton, on_device
@@ -181,13 +182,13 @@ def stay_at_one_position(plan_steps: Any, *given: Any, **options: Any) -> Any:
 def test_breaking_it_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss differs from the definition's if masks read an ordinary token or another state, or all stand at one
     position."""
-    from fledge.train import objective
+    from fledge.train import row_pass as passes_module
 
     target = tiny_target(tokenizer=False, dtype=torch.float64)
     draft = tiny_draft(target, **P_EAGLE)
     row, trained = row_of(DOCUMENTS), draft
     if mistake is stay_at_one_position:
-        replace_function(monkeypatch, objective, "plan_steps", mistake)
+        replace_function(monkeypatch, passes_module, "plan_steps", mistake)
     else:
         trained = AlteredDraft(draft, mask_inputs=mistake)
     step = ttt(trained, row, features_for(draft, target, row), target.logits, Objective(depth=STEPS, gamma=1.0))

@@ -29,8 +29,8 @@ from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.interrupt import Interruption
-from fledge.train.objective import Objective
 from fledge.train.optim import MasterOptimizer
+from fledge.train.row_pass import Objective
 from fledge.train.trainer import Schedule
 from support.chats import tiny_chats
 from support.commands import run_to_its_end
@@ -108,7 +108,7 @@ from fledge.data.dataset import Rows
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.objective import Objective
+from fledge.train.row_pass import Objective
 from fledge.train.trainer import Schedule, train
 from support.rows import document
 from support.targets import tiny_draft, tiny_target

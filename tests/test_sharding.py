@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from fledge.drafts.draft import Draft
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.objective import Objective, ttt
+from fledge.train.objective import ttt
 from fledge.train.ranks import Ranks
+from fledge.train.row_pass import Objective
 from support.ranks import spawn
 from support.rows import document, row_of
 from support.targets import P_EAGLE, features_for, tiny_draft, tiny_target

@@ -15,9 +15,9 @@ from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.objective import Objective
 from fledge.train.optim import MasterOptimizer
 from fledge.train.prefetch import with_features
+from fledge.train.row_pass import Objective
 from fledge.train.stopwatch import DATA, DRAFT, OPTIMIZER, PARTS, TARGET, Stopwatch
 from fledge.train.trainer import Schedule
 from fledge.types import Features, Packed

@@ -27,11 +27,12 @@ from fledge.ops.loss import (
 )
 from fledge.ops.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
 from fledge.targets.transformers import TransformersTarget
-from fledge.train import objective
+from fledge.train import row_pass as passes_module
 from fledge.train.cod import DropTokens
-from fledge.train.objective import FirstPass, Implementation, Objective, RowPass, ttt
+from fledge.train.objective import ttt
 from fledge.train.optim import MasterOptimizer, learning_rate, orthogonalized
 from fledge.train.plan import chunk_slots
+from fledge.train.row_pass import FirstPass, Implementation, Objective, row_pass
 from fledge.train.simulate import accepted_per_round, simulate_decoding
 from fledge.types import Packed, RowSums
 from support.dense import Dense, dense
@@ -121,7 +122,7 @@ def test_a_cut_gradient_is_noticed(where: str, monkeypatch: pytest.MonkeyPatch) 
     if where == "fed back":
         trained = AlteredDraft(draft, split_output=cut_fed_back)
     elif where == "own keys":
-        monkeypatch.setattr(objective, "OwnSteps", CutKeys)
+        monkeypatch.setattr(passes_module, "OwnSteps", CutKeys)
     else:
         replace_function(monkeypatch, FirstPass, "cut", cut_first_values)
     step = ttt(trained, row, features, target.logits, Objective(depth=STEPS))
@@ -192,8 +193,8 @@ def fit_head_to_target(target: TransformersTarget, draft: Draft) -> None:
     features = features_for(draft, target, row)
     live = row.live(1)
     with torch.no_grad():
-        row_pass = RowPass(draft, row, features, Objective(depth=1))
-        hidden = row_pass.chunk(row_pass.trained).head_inputs[0]
+        passes = row_pass(draft, row, features, Objective(depth=1))
+        hidden = passes.chunk(passes.trained).head_inputs[0]
         wanted = target.logits(features.last_TD[live[0] + 1])[:, draft.target_ids()]
         half = hidden.shape[0] // 2
         draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden[:half], wanted[:half]).solution.T)

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layers
 from fledge.drafts import weights
-from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from fledge.io.json_text import read_json
 from fledge.targets.compatibility import connect_draft
@@ -401,7 +401,7 @@ def test_a_draft_that_fits_reads_its_layers_and_shares_the_embedding(target):
     ],
 )
 def test_a_draft_of_another_target_is_refused(target, changes, match):
-    other = Draft(replace(tiny_draft(target).config, **changes))
+    other = new_draft(replace(tiny_draft(target).config, **changes))
     with pytest.raises(ValueError, match=match):
         connect_draft(other, target)
 
@@ -410,7 +410,7 @@ def test_the_right_tokenizer_is_recognised(target):
     known = Provenance(
         target_layers=8, tokenizer_sha256=weights.tokenizer_sha256(tiny_tokenizer()), template_sha256="other"
     )
-    connect_draft(Draft(replace(tiny_draft(target).config, provenance=known)), target)
+    connect_draft(new_draft(replace(tiny_draft(target).config, provenance=known)), target)
     smaller = weights.tokenizer_sha256(tiny_tokenizer(vocab_size=300))
     assert smaller != known.tokenizer_sha256
 

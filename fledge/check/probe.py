@@ -30,7 +30,7 @@ from fledge.io.json_text import read_json
 from fledge.measure.metrics import committed_per_round
 from fledge.states.codec import PRECISIONS
 from fledge.targets.interface import DecodingTarget
-from fledge.train.objective import Objective, RowPass
+from fledge.train.row_pass import Objective, row_pass
 from fledge.types import Features, Packed
 
 FOLDER = "fledge"
@@ -269,7 +269,7 @@ def replay(draft: Draft, probe: Probe) -> Tensor:
     all logits (EAGLE-1: of these J) as one more: float32 [R, K, S, J + 1].
 
     The slots read the probe's hidden states, as a document of its own, and at each step the excerpt's next token, as in
-    training (`RowPass`). This is repeated for each spacing of positions. `draft` is in float32 on the CPU; its shared
+    training (`row_pass`). This is repeated for each spacing of positions. `draft` is in float32 on the CPU; its shared
     weights are replaced by those of the probe. Raises ValueError if the probe has no embedding of the draft's mask
     token.
     """
@@ -290,7 +290,7 @@ def replay(draft: Draft, probe: Probe) -> Tensor:
     try:
         for spacing in probe.record.spacings:
             position_T = excerpt.start + spacing * torch.arange(T, dtype=torch.int32)
-            row = RowPass(draft, Packed(token_T.int(), zeros, position_T, zeros), features, objective)
+            row = row_pass(draft, Packed(token_T.int(), zeros, position_T, zeros), features, objective)
             inputs = row.chunk(row.trained).head_inputs
             found.append(torch.stack([_sampled(x[: excerpt.slots] @ draft.head.T, J) for x in inputs]))
     finally:

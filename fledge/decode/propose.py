@@ -15,8 +15,9 @@ from fledge.config import DraftConfig
 from fledge.decode.draft_size import DraftSize, SizeChooser
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
-from fledge.decode.sources import CandidateSource, OnePassSource, StepSource
+from fledge.decode.sources import BlockSource, CandidateSource, OnePassSource, StepSource
 from fledge.decode.state import RoundState
+from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
 from fledge.drafts.kv_cache import KVCache
 from fledge.methods import METHODS, MOST_DEPTH, MOST_NODES, Method
@@ -75,7 +76,7 @@ class Proposer:
     @property
     def scratch(self) -> int:
         """The most slots that a round writes after the committed ones in the draft's cache."""
-        return self.rows + max(max(s.levels, s.expanded) for s in self.shapes.values())
+        return self.rows + max(max(s.levels, s.expanded, self.source.rows(s.levels)) for s in self.shapes.values())
 
     def new_cache(self, sizes: Sequence[int]) -> KVCache:
         """An empty cache of sequences of these sizes, in slots, for `read` and then `append`."""
@@ -280,6 +281,8 @@ class Drafting:
     def proposer(self, draft: Draft) -> Proposer:
         """A new proposer, of resolved drafting (`for_draft`)."""
         shapes = {size: self._shape(draft, size) for size in self.sizes}
+        if isinstance(draft, BlockDraft):
+            return Proposer(BlockSource(draft, self.deepest), shapes)
         if draft.family.one_pass:
             return Proposer(OnePassSource(draft, self.deepest), shapes)
         expanded = max(s.expanded for s in shapes.values())

@@ -91,7 +91,7 @@ class Chain(Shape):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The target ids of the tokens of S levels from level k on, int64 [B, S]; where they are drawn, their
         distributions, float64 [B, S, W]; and where chains end early, the draft's probability of each, [B, S]."""
-        sampling, decoder, q_BSW = source.sampling, source.decoder, None
+        sampling, q_BSW = source.sampling, None
         if sampling is not None and sampling.samples_draft:
             scores_BSW = sampling.settle(sampling.temper(logits_BSW.double()))
             position_BS = source.cache.length_B[:, None] + 1 + k + self.level_K[: logits_BSW.shape[1]]
@@ -100,12 +100,12 @@ class Chain(Shape):
         elif self.confidence:
             choice_BS = argmax_rows(logits_BSW)
         else:
-            return argmax_rows(logits_BSW, decoder.target_id_W), None, None
+            return argmax_rows(logits_BSW, source.target_id_W), None, None
         chance_BS = None
         if self.confidence:
             p_BSW = logits_BSW.softmax(-1)
             chance_BS = p_BSW.amax(-1) if q_BSW is None else p_BSW.gather(2, choice_BS[..., None])[..., 0]
-        return decoder.to_target(choice_BS), q_BSW, chance_BS
+        return source.to_target(choice_BS), q_BSW, chance_BS
 
 
 class DynamicTree(Shape):
@@ -122,7 +122,7 @@ class DynamicTree(Shape):
         self.levels, self.expanded = depth, (depth - 1) * self.width
 
     def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
-        ids_W, w = source.decoder.target_id_W, self.width
+        ids_W, w = source.target_id_W, self.width
         found = Candidates.empty(root_B.numel(), self.depth, w, root_B.device)
         front = add_level(found, 0, *likeliest(logits_BKW[:, :1], w), ids_W)
         for level in range(1, self.depth):
@@ -204,5 +204,5 @@ class FixedTree(Shape):
             if i:
                 logits = source.expand(level.front(token_BN))
             ranked = largest(logits, level.ranks)[1].expand(B, F, -1)
-            token_BN[:, level.nodes] = source.decoder.to_target(ranked[:, level.parent, level.rank])
+            token_BN[:, level.nodes] = source.to_target(ranked[:, level.parent, level.rank])
         return Tree(token_BN, self.parent_N.expand(B, -1), len(self.places)), self.slot_N.expand(B, -1)

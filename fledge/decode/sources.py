@@ -21,10 +21,13 @@ from torch.nn import functional as F
 
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.state import RoundState
+from fledge.drafts.block import BlockDraft
 from fledge.drafts.decode_layer import CachedRows, Rotation
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.fresh_rows import FreshRows, fresh_rows
 from fledge.ops.sampling import TOKEN, coupled
 from fledge.ops.sdpa import without_cudnn_sdpa
@@ -54,31 +57,29 @@ class CandidateSource:
     sequential: bool  # whether each level costs a pass, so that stopping early saves time
 
     def __init__(self, draft: Draft):
-        self.draft, self.decoder = draft, DraftDecoder(draft)
-        config = draft.config
+        self.draft, config = draft, draft.config
         shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         self.pool = SlotPool(*shape, draft.device, draft.dtype)
         self.cache = KVCache(self.pool)
+        self.target_id_W = draft.target_ids()
         self.sampling: BatchSampling | None = None
         self.count_N = torch.arange(0, device=draft.device)  # see `_counts`
 
-    @torch.inference_mode()
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
         """Adds the next slots of prompts to the sequences of a cache of `pool`: of each sequence the token after each
         of R slots, and the target's hidden states [R, A, D]; R may be 0."""
-        counts, draft = [len(t) for t in tokens], self.draft
-        if not sum(counts):
-            return
-        rows = PromptRows(cache, counts)
-        flat, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
-        flat, count_B = to_device([flat, count_B], draft.device)
-        state = self.decoder.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
-        with without_cudnn_sdpa(draft.device):
-            self.decoder.read(flat, state, self.decoder.rotation(rows.position_M), rows)
-        rows.commit(count_B)
+        raise NotImplementedError
+
+    def to_target(self, draft_id: Tensor) -> Tensor:
+        """Converts draft ids to target ids, of any shape."""
+        return draft_id if self.draft.d2t is None else self.target_id_W[draft_id]
 
     def set_depth(self, depth: int) -> None:
         """Sets the number of levels that are drafted in the next rounds."""
+
+    def rows(self, depth: int) -> int:
+        """The most slots behind the fresh ones that a pass for so many levels writes."""
+        return depth
 
     def append(self, cache: KVCache) -> None:
         """Adds the sequences of another cache of `pool` to those that are decoded."""
@@ -126,6 +127,50 @@ class CandidateSource:
         """The rows of the fresh tokens. `more` are those of `fresh_rows`."""
         return fresh_rows(state.token_BR, state.count_B, self.cache.start_B, self.cache.length_B, **more)
 
+    def _states(self, position_BS: Tensor) -> Tensor | None:
+        """The states of the target's draws of tokens at these positions, int64 [B, S]; None unless drafting is
+        coupled."""
+        sampling = self.sampling
+        return sampling.keys(position_BS, TOKEN) if sampling is not None and sampling.couples else None
+
+    def _states_after_root(self, levels: int) -> Tensor | None:
+        """`_states` of the tokens of each level below the root, [B, levels], once the fresh slots are in the cache."""
+        return self._states(self.cache.length_B[:, None] + 1 + self._counts(levels))
+
+    def _coupled(self, logits_BSW: Tensor, state_BS: Tensor | None) -> Tensor:
+        """The logits from which tokens are chosen, whose draws by the target have these states."""
+        if state_BS is None:
+            return logits_BSW
+        ids_W = None if self.draft.d2t is None else self.target_id_W
+        return coupled(logits_BSW, state_BS, self.sampling.temperature_B, ids_W)
+
+    def _counts(self, n: int) -> Tensor:
+        """0 to n - 1, int64 [n]; made once, since each operation of a round costs the device a launch."""
+        if self.count_N.numel() < n:
+            self.count_N = torch.arange(n, device=self.count_N.device)
+        return self.count_N[:n]
+
+
+class EagleSource(CandidateSource):
+    """A source whose slots read a token and a state, and are all computed alike (`DraftDecoder`)."""
+
+    def __init__(self, draft: EagleDraft):
+        super().__init__(draft)
+        self.decoder = DraftDecoder(draft)
+
+    @torch.inference_mode()
+    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
+        counts, draft = [len(t) for t in tokens], self.draft
+        if not sum(counts):
+            return
+        rows = PromptRows(cache, counts)
+        flat, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
+        flat, count_B = to_device([flat, count_B], draft.device)
+        state = self.decoder.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
+        with without_cudnn_sdpa(draft.device):
+            self.decoder.read(flat, state, self.decoder.rotation(rows.position_M), rows)
+        rows.commit(count_B)
+
     def _inputs(self, state: RoundState) -> Tensor:
         """The draft's input states of the fresh tokens of all requests, [B R, E]."""
         return self.decoder.fuse(state.aux_BRAD.to(self.draft.dtype).flatten(0, 1))
@@ -146,36 +191,13 @@ class CandidateSource:
         row_M = None if rows.state_Bn is None else rows.state_Bn.flatten()
         return self.decoder.step(rows.token_Bn.flatten(), state_ME, rotation, attend, asked, row_M)
 
-    def _states(self, position_BS: Tensor) -> Tensor | None:
-        """The states of the target's draws of tokens at these positions, int64 [B, S]; None unless drafting is
-        coupled."""
-        sampling = self.sampling
-        return sampling.keys(position_BS, TOKEN) if sampling is not None and sampling.couples else None
 
-    def _states_after_root(self, levels: int) -> Tensor | None:
-        """`_states` of the tokens of each level below the root, [B, levels], once the fresh slots are in the cache."""
-        return self._states(self.cache.length_B[:, None] + 1 + self._counts(levels))
-
-    def _coupled(self, logits_BSW: Tensor, state_BS: Tensor | None) -> Tensor:
-        """The logits from which tokens are chosen, whose draws by the target have these states."""
-        if state_BS is None:
-            return logits_BSW
-        ids_W = None if self.draft.d2t is None else self.decoder.target_id_W
-        return coupled(logits_BSW, state_BS, self.sampling.temperature_B, ids_W)
-
-    def _counts(self, n: int) -> Tensor:
-        """0 to n - 1, int64 [n]; made once, since each operation of a round costs the device a launch."""
-        if self.count_N.numel() < n:
-            self.count_N = torch.arange(n, device=self.count_N.device)
-        return self.count_N[:n]
-
-
-class StepSource(CandidateSource):
+class StepSource(EagleSource):
     """One pass per level: the draft reads each node's token and its own output at the node's parent (EAGLE)."""
 
     sequential = True
 
-    def __init__(self, draft: Draft, nodes: int, expanded: int, levels: int, stable: bool = True):
+    def __init__(self, draft: EagleDraft, nodes: int, expanded: int, levels: int, stable: bool = True):
         """`nodes` are the most nodes of a tree, `expanded` the most that are expanded below its root, and `levels` the
         most levels below it."""
         super().__init__(draft)
@@ -267,14 +289,14 @@ class StepSource(CandidateSource):
         return self._coupled(logits_MW.unflatten(0, (requests, -1)), state_B1)
 
 
-class OnePassSource(CandidateSource):
+class OnePassSource(EagleSource):
     """One pass for all `depth` levels: behind the fresh slots go depth - 1 more, which read a mask token and a learned
     state in place of what is not known yet (P-EAGLE, Hui et al. 2026, arXiv:2602.01469). So all nodes of a level share
     their logits."""
 
     sequential = False
 
-    def __init__(self, draft: Draft, depth: int):
+    def __init__(self, draft: ParallelDraft, depth: int):
         super().__init__(draft)
         self.depth = depth
 
@@ -295,6 +317,68 @@ class OnePassSource(CandidateSource):
         self.logits_BKW = self._coupled(logits_BKW, self._states_after_root(K))
         self.level = 0
         return rows.root_B, self.logits_BKW
+
+    def expand(self, front: Front) -> Tensor:
+        self.level += 1
+        return self.logits_BKW[:, self.level, None]
+
+    def end(self, slot_BN: Tensor) -> None:
+        """Nothing was added to the cache but the fresh slots."""
+
+
+class BlockSource(CandidateSource):
+    """One pass for a block of `depth` levels, behind the context that the accepted tokens left (`BlockDraft`). Nothing
+    of a block is kept, and all nodes of a level share their logits."""
+
+    sequential = False
+
+    def __init__(self, draft: BlockDraft, depth: int):
+        super().__init__(draft)
+        self.depth = depth
+
+    def set_depth(self, depth: int) -> None:
+        self.depth = depth
+
+    def rows(self, depth: int) -> int:
+        return self.draft.block_rows(depth)
+
+    @torch.inference_mode()
+    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
+        counts, draft = [len(t) for t in tokens], self.draft
+        if not sum(counts):
+            return
+        rows = PromptRows(cache, counts)
+        (count_B,) = to_device([torch.tensor(counts)], draft.device)
+        states = torch.cat([a.to(draft.device, draft.dtype) for a in aux])
+        self._write(draft.context(states, rows.position_M), rows.slot_M)
+        rows.commit(count_B)
+
+    def _write(self, keys: Sequence[tuple[Tensor, Tensor]], slot_M: Tensor) -> None:
+        for (key_GPd, value_GPd), (key_MGd, value_MGd) in zip(self.pool.layers, keys, strict=True):
+            key_GPd[:, slot_M] = key_MGd.transpose(0, 1)
+            value_GPd[:, slot_M] = value_MGd.transpose(0, 1)
+
+    @torch.inference_mode()
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
+        K, draft, cache = self.depth, self.draft, self.cache
+        fresh = self._fresh(state)
+        states = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
+        self._write(draft.context(states, fresh.position_M), fresh.slot_Bn.flatten())
+        cache.keep(None, state.count_B)
+        (B,), Q = fresh.root_B.shape, draft.block_rows(K)
+        last_BQ = self._counts(Q).expand(B, Q) if draft.causal else fresh.root_B.new_full((B, Q), Q - 1)
+        rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not draft.causal))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            key_GPd, value_GPd = self.pool.layers[layer]
+            key_GPd[:, rows.slot_M], value_GPd[:, rows.slot_M] = (x.flatten(0, 1).transpose(0, 1) for x in (k, v))
+            return rows.read(layer, q.flatten(0, 1)).unflatten(0, (B, Q))
+
+        head_input_BKE = draft.block(fresh.root_B, cache.length_B, K, attend)
+        logits_BKW = draft.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))
+        self.logits_BKW = self._coupled(logits_BKW, self._states_after_root(K))
+        self.level = 0
+        return fresh.root_B, self.logits_BKW
 
     def expand(self, front: Front) -> Tensor:
         self.level += 1

@@ -51,17 +51,13 @@ class DraftDecoder:
         self.layers = [w.with_matrices(rest) for w in layers]
         self.reading = replace(reading, qkv=keys_and_values)
         self.embedding = draft.embedding  # of the target that the draft is used with now
-        self.target_id_W = draft.target_ids()
+        self.target_id_W = None if draft.d2t is None else draft.target_ids()
         others = (
             [self.embedding] if draft.family.fuses_embedding else [self.embedding, draft.midlayer.hidden_norm.weight]
         )
         norm_E = None if draft.family.borrows_head else draft.norm.weight
         self.compiled = layers_of(self.layers, self.shape, norm_E, others)
         self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
-
-    def to_target(self, draft_id: Tensor) -> Tensor:
-        """Converts draft ids to target ids, of any shape."""
-        return draft_id if self.draft.d2t is None else self.target_id_W[draft_id]
 
     def fuse(self, aux_TAD: Tensor) -> Tensor:
         """See `Draft.fuse`. On a CPU, the norms of all layers' states are computed together."""
@@ -143,7 +139,7 @@ class DraftDecoder:
             return None
         if len(self.layers) > 1 or slot_KB.shape[1] > MOST_ROWS or not isinstance(head, CompiledWeight):
             return None
-        ids = None if self.draft.d2t is None else self.target_id_W
+        ids = self.target_id_W
         normed = self.draft.config.norm_output
         joined = self._joined(token_B)
         return self.compiled.chain(joined, state_BE, rotation, cache, slot_KB, head, ids, normed, noise).T

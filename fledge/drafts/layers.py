@@ -237,15 +237,14 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A draft's decoder layer.
 
-    The projections of the first layer read [norm(embedding) ; norm(state)], 2E wide. In EAGLE-1, `fc` has joined both,
-    and the first layer reads the result, E wide, without a norm. Further layers are ordinary decoder layers.
+    An ordinary decoder layer, unless `reads_embedding`: the projections then read [norm(embedding) ; norm(state)], 2E
+    wide. Without `norms_input`, they read the state as it is.
     """
 
-    def __init__(self, config: DraftConfig, first: bool):
+    def __init__(self, config: DraftConfig, *, reads_embedding: bool = False, norms_input: bool = True):
         super().__init__()
-        E, eps, fused = config.hidden_size, config.rms_norm_eps, config.family.fuses_embedding
-        self.reads_embedding = first and not fused
-        self.norms_input = not (first and fused)
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.reads_embedding, self.norms_input = reads_embedding, norms_input
         self.norm_before_residual = config.norm_before_residual
         if self.norms_input:
             self.input_layernorm = RMSNorm(E, eps)

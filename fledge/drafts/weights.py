@@ -17,12 +17,13 @@ from torch import Tensor
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.health import find_damage
+from fledge.drafts.registry import NETWORKS, new_draft
 from fledge.io.fields import MOST_LAYERS, shortened
 from fledge.io.files import read_consistent, replace_directory
 from fledge.io.hub import draft_directory
 from fledge.io.json_text import read_json
 from fledge.io.speculators import is_speculators
-from fledge.io.tensors import WEIGHTS, read_tensors, stray_weights, to_draft_names, weights_file
+from fledge.io.tensors import WEIGHTS, read_tensors, stray_weights, weights_file
 
 CONFIG = "config.json"
 RECIPE = "recipe.yaml"  # the file with the options of a training run
@@ -96,21 +97,14 @@ def portable_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[s
     """The tensors of a file that every engine loads, from a `Draft`'s state dict on the CPU.
 
     The vocabulary map is written as `d2t` (target id minus draft id, int64 [W]) and `t2d` (bool [V]). Both are left out
-    if the draft predicts the whole vocabulary, since vLLM refuses them then. The input norm of layers after the first
-    is also written as `hidden_norm`, the name that SGLang reads.
+    if the draft predicts the whole vocabulary, since vLLM refuses them then. The other names are those of the method
+    (`Draft.to_file`).
     """
-    family, tensors = config.family, {}
-    for name, tensor in state.items():
-        name = name.replace("midlayer.", f"{family.first_layer}.")  # the engines' name differs by method
-        tensors[name] = tensor.contiguous()
-        if name.startswith("layers.") and name.endswith("input_layernorm.weight") and family.reads_layers:
-            tensors[name.replace("input_layernorm", "hidden_norm")] = tensor.clone()
+    tensors = NETWORKS[config.method].to_file(config, {name: x.contiguous() for name, x in state.items()})
     if (d2t := state.get("d2t")) is not None:
         t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
         t2d[torch.arange(len(d2t)) + d2t] = True
         tensors["t2d"] = t2d
-    if family.fuses_embedding and "fc.bias" not in tensors:  # SGLang's fc has a bias, uninitialized without this
-        tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=state["fc.weight"].dtype)
     return tensors
 
 
@@ -251,7 +245,7 @@ def _open(directory: Path, find_strays: bool = True) -> DraftFiles:
     file = weights_file(directory)
     raw = read_tensors(file)
     try:
-        tensors = to_draft_names(raw, config)
+        tensors = NETWORKS[config.method].from_file(raw, config)
         config = complete_config(config, tensors, by_fledge="fledge" in hf)
         draft = meta_draft(config)
         if draft.d2t is None and "d2t" in tensors and not tensors["d2t"].any():
@@ -295,7 +289,7 @@ def meta_draft(config: DraftConfig) -> Draft:
     if config.num_hidden_layers > MOST_LAYERS:
         raise ValueError(f"it has {config.num_hidden_layers:,} layers; fledge reads at most {MOST_LAYERS}")
     with torch.device("meta"):
-        return Draft(config)
+        return new_draft(config)
 
 
 def _check_tensors(draft: Draft, tensors: dict[str, Tensor]) -> None:

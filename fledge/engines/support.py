@@ -90,6 +90,7 @@ def _defaults_collide(config: DraftConfig) -> bool:
 
 LIMITS = (
     # the method
+    Limit(ALL, lambda c: not c.family.served, "it does not know the method; fledge alone decodes with the draft"),
     Limit(
         ("sglang",),
         lambda c: c.family.one_pass,

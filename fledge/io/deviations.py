@@ -37,7 +37,7 @@ def deviations(hf: dict[str, Any], family: Method) -> list[Deviation]:
     found = [_window(top), _quantization(top), _logit_scale(top)]
     if family.reads_layers:
         found.append(_final_state(top))
-    if family.one_pass:
+    if family.masks:
         found.append(_mask_tokens(top))
     return [deviation for deviation in found if deviation]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fledge.drafts.draft import Draft
-from fledge.train.objective import Implementation
 from fledge.train.optim import state_bytes
+from fledge.train.row_pass import Implementation
 from fledge.types import Packed
 
 # (slots in flight, recompute the MLP's activations, prefetch the next row's features), from fast to small

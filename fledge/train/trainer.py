@@ -27,10 +27,11 @@ from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, ReceivedFeatures, deliveries_of_step, feed
 from fledge.train.interrupt import Interruption
-from fledge.train.objective import Implementation, Objective, ttt_queued
+from fledge.train.objective import ttt_queued
 from fledge.train.optim import MasterOptimizer, learning_rate
 from fledge.train.prefetch import with_features
 from fledge.train.ranks import ALONE, Ranks
+from fledge.train.row_pass import Implementation, Objective
 from fledge.train.stopwatch import DRAFT, OPTIMIZER, TARGET, Stopwatch
 from fledge.types import Features, Packed, RowSums
 

@@ -13,7 +13,7 @@ from fledge.data.documents import Document
 from fledge.decode.engine import Completion, Engine
 from fledge.drafts.draft import Draft
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.objective import Objective, RowPass
+from fledge.train.row_pass import Objective, row_pass
 from support.rows import row_of
 from support.targets import features_for
 
@@ -75,7 +75,7 @@ def fit_head(target: TransformersTarget, draft: Draft, documents: list[Document]
     features = features_for(draft, target, row)
     live = row.live(steps)
     with torch.no_grad():
-        row_pass = RowPass(draft, row, features, Objective(depth=steps))
-        hidden = torch.cat(row_pass.chunk(row_pass.trained).head_inputs)
+        passes = row_pass(draft, row, features, Objective(depth=steps))
+        hidden = torch.cat(passes.chunk(passes.trained).head_inputs)
         wanted = torch.cat([target.logits(features.last_TD[t + 1 + k]) for k, t in enumerate(live)])
         draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden, wanted[:, draft.target_ids()]).solution.T)

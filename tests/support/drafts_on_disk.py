@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import load_draft, save_draft
 
 V, D, INNER, HEADS, KV, HEAD = 120, 32, 48, 4, 2, 8
@@ -27,7 +28,7 @@ def config(W: int = 40, **overrides) -> DraftConfig:
 def make(W: int = 40, seed: int = 0, **overrides) -> Draft:
     """A draft with random weights and a random vocabulary of W of the target's tokens."""
     torch.manual_seed(seed)
-    draft = Draft(config(W, **overrides))
+    draft = new_draft(config(W, **overrides))
     for p in draft.parameters():
         torch.nn.init.normal_(p)
     draft.set_vocabulary(torch.randperm(V)[:W].sort().values)

@@ -28,6 +28,7 @@ from transformers import (
 
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
+from fledge.drafts.registry import new_draft
 from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import DecodingTarget, Target, TrainingTarget
 from fledge.targets.native.target import NativeTarget
@@ -191,7 +192,7 @@ def tiny_draft(target: Target, *, seed: int = 1, draft_vocab_size: int | None = 
     W = draft_vocab_size or vocab
     config = DraftConfig.for_target(target.shape, max_length=target.max_length, draft_vocab_size=W, **overrides)
     torch.manual_seed(seed)
-    draft = Draft(config)
+    draft = new_draft(config)
     with torch.no_grad():
         for p in draft.parameters():
             if p.dim() > 1:

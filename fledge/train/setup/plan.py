@@ -12,7 +12,7 @@ from fledge.states.budget import format_bytes
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.estimate import Machine, Work, memory_parts, target_memory_parts
 from fledge.train.memory import CANDIDATES, MIN_TOKENS, USABLE_FRACTION
-from fledge.train.objective import Implementation, Objective
+from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.run import disk_space
 from fledge.train.trainer import Schedule

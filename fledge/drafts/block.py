@@ -1,0 +1,40 @@
+"""What a draft has to compute whose method drafts a block of tokens in one pass, over a context of hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fledge.drafts.draft import Draft
+
+# attend(layer, q [N, Q, H, d], k [N, Q, G, d], v [N, Q, G, d]) -> [N, Q, H, d]: of the Q rows of N blocks
+BlockAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class BlockDraft(Draft):
+    """A draft that predicts the K tokens after an anchor in one pass (DFlash, arXiv:2602.06036, is one).
+
+    Each verified token leaves keys and values, which `context` computes from the target's hidden states at the token.
+    A block has Q rows, which see the context strictly before the block's anchor, the token that the target has chosen
+    last, and each other: all rows of their block, or with `causal` those up to themselves. Nothing of a block is kept.
+
+    Training and decoding both call these functions, each with an `attend` of its own. Keys and values have
+    `config.num_key_value_heads` heads of `config.head_dim` in `config.num_hidden_layers` layers.
+    """
+
+    causal = False
+
+    def block_rows(self, K: int) -> int:
+        """The number Q of rows of a block that drafts K tokens."""
+        return K
+
+    def context(self, states_TAD: Tensor, position_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values, [T, G, d], of T tokens at rotary positions `position_T` (int64), from the
+        target's hidden states at them (`select_states`)."""
+        raise NotImplementedError
+
+    def block(self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend) -> Tensor:
+        """The head's inputs [N, K, E] for the K tokens after each of N anchors, whose target ids and rotary positions
+        are given (int64)."""
+        raise NotImplementedError

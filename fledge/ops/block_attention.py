@@ -1,0 +1,46 @@
+"""Attention of blocks of rows to a context and to each other, in training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fledge.ops.precision import at_least_float32
+
+BLOCKS = 64  # that are computed together: the scores for all keys are held for these
+
+
+def block_attention(
+    q_NQHd: Tensor, k_NQGd: Tensor, v_NQGd: Tensor, context_k_PGd: Tensor, context_v_PGd: Tensor, start_N: Tensor,
+    end_N: Tensor, *, causal: bool,
+) -> Tensor:  # fmt: skip
+    """The attention of the Q rows of each of N blocks, [N, Q, H, d], with gradients.
+
+    Block n sees the context tokens [`start_N[n]`, `end_N[n]`) (int64, ascending) of P, and its own rows: all, or with
+    `causal` those up to the row itself. H / G consecutive query heads share a key head. The scale is d^-1/2, and the
+    softmax is in at least float32.
+    """
+    (N, Q, H, d), G = q_NQHd.shape, k_NQGd.shape[2]
+    visible_QQ = torch.ones(Q, Q, dtype=torch.bool, device=q_NQHd.device)
+    visible_QQ = visible_QQ.tril() if causal else visible_QQ
+    out = [q_NQHd[:0]]
+    for n in range(0, N, BLOCKS):
+        part = slice(n, n + BLOCKS)
+        first, last = int(start_N[part][0]), int(end_N[part][-1])
+        q = at_least_float32(q_NQHd[part]).unflatten(2, (G, H // G))
+        own_k, own_v = at_least_float32(k_NQGd[part]), at_least_float32(v_NQGd[part])
+        k, v = at_least_float32(context_k_PGd[first:last]), at_least_float32(context_v_PGd[first:last])
+        token = torch.arange(first, last, device=q.device)
+        seen_nP = (start_N[part, None] <= token) & (token < end_N[part, None])
+        scores = torch.cat(
+            [
+                torch.einsum("nqgrd,pgd->nqgrp", q, k).masked_fill(~seen_nP[:, None, None, None], float("-inf")),
+                torch.einsum("nqgrd,nkgd->nqgrk", q, own_k).masked_fill(~visible_QQ[:, None, None], float("-inf")),
+            ],
+            dim=-1,
+        )
+        weights = (scores * d**-0.5).softmax(-1)
+        of_context, of_own = weights.split([last - first, Q], dim=-1)
+        found = torch.einsum("nqgrp,pgd->nqgrd", of_context, v) + torch.einsum("nqgrk,nkgd->nqgrd", of_own, own_v)
+        out.append(found.flatten(2, 3).to(q_NQHd.dtype))
+    return torch.cat(out)
