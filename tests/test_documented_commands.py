@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-from fledge import methods
 from support.commands import Ran
 from support.files import metrics_of
+from support.methods import registered
 from support.narrow import NarrowTerminal, misfits
 from support.pages import BLOCKS, SHELL, Block, commands_of, lines_of
 from support.ranks import free_ports
@@ -94,10 +94,8 @@ def stand_ins(
     replace_hub_data(monkeypatch)
     replace_engines(monkeypatch, fledge)
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
-    for table in (methods.METHODS, methods.CHOICES):  # to which an example adds rows
-        for name, row in table.items():
-            monkeypatch.setitem(table, name, row)
-    with uploads(monkeypatch, tmp_path / "hub"), servers(place) as addressed:
+    monkeypatch.syspath_prepend(place)
+    with uploads(monkeypatch, tmp_path / "hub"), servers(place) as addressed, registered():
         yield addressed
     enable_progress_bars()
 
@@ -108,6 +106,9 @@ def test_the_commands_of_a_page_run(page, place, stand_ins, fledge, monkeypatch,
         request.getfixturevalue("drawing")
     narrow = NarrowTerminal(monkeypatch)
     for block in (b for b in BLOCKS if b.page == page and runs(b)):
+        if file := re.match(r"# (\w+\.py)\b", block.text):
+            Path(file[1]).write_text(block.text)
+            continue
         if block.language == "python":
             exec(compile(block.text, f"{page}:{block.line}", "exec"), {"__name__": "__main__"})
             continue
