@@ -44,9 +44,9 @@ from fledge.states.reader import Extent
 from fledge.states.source import READERS, DiskFeatures
 from fledge.states.upload import Slot, Uploader
 from fledge.train.objective import ttt_queued
-from fledge.train.prefetch import with_features
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup.target import set_up_process
+from fledge.train.trainer import with_features
 from fledge.types import Features, Packed
 
 LAYERS = (2, 16, 29)

@@ -152,8 +152,7 @@ def timed(
     from fledge.drafts.registry import new_draft
     from fledge.targets.source import LiveFeatures
     from fledge.train.optim import MasterOptimizer
-    from fledge.train.prefetch import with_features
-    from fledge.train.trainer import Progress, Schedule, optimizer_step, own_rows
+    from fledge.train.trainer import Progress, Schedule, optimizer_step, own_rows, with_features
 
     shape, device, cpu = SHAPES[options.shape], target.device, target.device.type == "cpu"
     config = DraftConfig.for_target(

@@ -32,8 +32,8 @@ from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.train.memory import SMALL_CHUNK
 from fledge.train.objective import ttt_queued
-from fledge.train.prefetch import with_features
 from fledge.train.row_pass import Implementation, Objective
+from fledge.train.trainer import with_features
 from fledge.types import Packed
 
 LONG = 100_000  # rows from this number of tokens on take about a minute with eager attention

@@ -284,7 +284,7 @@ def test_an_answer_is_tinted_by_who_proposed_it():
 
 
 def test_without_colours_and_with_hostile_text(made, tmp_path):
-    script = "import sys; from fledge.decode.proposers import AttributedText as A; from fledge.cli import main\n" + (
+    script = "import sys; from fledge.decode.request import AttributedText as A; from fledge.cli import main\n" + (
         "A.finish = lambda self: [('<think>\\x1b[31mred</think>', 1)]\nsys.argv[0] = 'fledge'\nmain()"
     )
     module = tmp_path / "hostile.py"

@@ -38,11 +38,10 @@ from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.cod import DropTokens
 from fledge.train.objective import ttt
-from fledge.train.plan import teacher_rows
-from fledge.train.prefetch import with_features
+from fledge.train.plan import DropTokens, teacher_rows
 from fledge.train.row_pass import Objective
+from fledge.train.trainer import with_features
 from fledge.types import Packed
 from support.features import RoundedFeatures, new_cache, writer_of
 from support.rows import document, layouts, row_of

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fledge.commands.inspect import InspectOptions, run
-from fledge.drafts.health import find_damage
-from fledge.drafts.weights import load_draft, save_draft
+from fledge.drafts.weights import find_damage, load_draft, save_draft
 from support.drafts_on_disk import V, make, refused, rewrite, same, saved
 from support.files import reconfigure
 

@@ -24,8 +24,8 @@ from fledge.targets.cache import TargetCache
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
+from fledge.train.objective import accepted_per_round
 from fledge.train.row_pass import Objective
-from fledge.train.simulate import accepted_per_round
 from fledge.types import Sampling, Tree, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.mutations import replace_function

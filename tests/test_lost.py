@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from fledge.train.interrupt import Interruption
-from fledge.train.lost import Process, duration, is_communication_error, lost_sentence
-from fledge.train.ranks import ALONE, LostRankError, Ranks
+from fledge.train.ranks import ALONE, LostRankError, Process, Ranks, duration, is_communication_error, lost_sentence
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4317")
 BARRIER = RuntimeError("[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 1800000 ms")

@@ -26,8 +26,8 @@ from fledge.ops import products
 from fledge.ops.loss import KINDS
 from fledge.targets.native.target import NativeTarget
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.cod import DropTokens
 from fledge.train.objective import ttt
+from fledge.train.plan import DropTokens
 from fledge.train.row_pass import Implementation, Objective
 from fledge.types import Packed, Sampling
 from support.decoding import SAMPLINGS, assert_same, both, fit_head, prompts, spoken

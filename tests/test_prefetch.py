@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.train import memory, prefetch, trainer
+from fledge.train import memory, trainer
 from fledge.train.setup import implementation
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
@@ -41,7 +41,7 @@ def sums(
         return Features(token_T.expand(100_000, -1).clone(), token_T.clone())
 
     found = []
-    for row, given in prefetch.with_features(iter(ROWS), features, torch.device(device), prefetch=one_ahead):
+    for row, given in trainer.with_features(iter(ROWS), features, torch.device(device), prefetch=one_ahead):
         begun.append(made)
         assert row is ROWS[len(found)]
         if device == "cuda":
@@ -73,7 +73,7 @@ def test_stream_waits_of_prefetching(monkeypatch: pytest.MonkeyPatch) -> None:
             told.append(f"{self.name} waits for {other.name}")
 
     main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr(prefetch, "_stream", lambda device: side)
+    monkeypatch.setattr(trainer, "_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(told.append(f"on {stream.name}")))
 
@@ -81,7 +81,7 @@ def test_stream_waits_of_prefetching(monkeypatch: pytest.MonkeyPatch) -> None:
         told.append("pass")
         return Features(row.token_T.clone(), row.token_T)
 
-    given = prefetch.with_features(ROWS[:2], features, torch.device("cpu"), prefetch=True)
+    given = trainer.with_features(ROWS[:2], features, torch.device("cpu"), prefetch=True)
     row, first = next(given)
     assert row is ROWS[0]
     queued = ["side waits for main", "on side", "pass"]
@@ -126,7 +126,7 @@ def test_the_trainer_frees_features(fledge, tmp_path, monkeypatch: pytest.Monkey
 def test_prefetched_features(making: int, reading: int, omitted: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features are computed while the row before is in use, never in memory that is in use, and read when complete. If
     one stream's waits are omitted and the other stream is slower, the values are wrong."""
-    side = prefetch._stream(torch.device("cuda"))
+    side = trainer._stream(torch.device("cuda"))
 
     def wait(wait_stream, stream, other) -> None:
         if omitted is None or (stream == side) != (omitted == "side"):

@@ -8,8 +8,7 @@ import pytest
 
 import fledge
 from fledge.decode.engine import Engine
-from fledge.decode.proposers import AttributedText, proposers
-from fledge.decode.request import Completion
+from fledge.decode.request import AttributedText, Completion, proposers
 from fledge.types import Round, Trace
 
 PAIR = Path(__file__).parents[1] / "fledge" / "demo"

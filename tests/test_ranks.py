@@ -42,8 +42,8 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train import checkpoint, trainer
 from fledge.train import ranks as ranks_module
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.cod import DropTokens
 from fledge.train.optim import MasterOptimizer
+from fledge.train.plan import DropTokens
 from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence, first_to_say
 from fledge.train.row_pass import Objective
 from fledge.train.setup.options import TrainOptions

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fledge as api
 from fledge.config import DraftConfig
 from fledge.drafts import weights
-from fledge.train.cod import DropTokens
+from fledge.train.plan import DropTokens
 from fledge.train.setup import recipe as recipes
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.plain_yaml import read_yaml, write_yaml

@@ -16,10 +16,9 @@ from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.optim import MasterOptimizer
-from fledge.train.prefetch import with_features
 from fledge.train.row_pass import Objective
 from fledge.train.stopwatch import DATA, DRAFT, OPTIMIZER, PARTS, TARGET, Stopwatch
-from fledge.train.trainer import Schedule
+from fledge.train.trainer import Schedule, with_features
 from fledge.types import Features, Packed
 from support.files import metrics_of
 from support.rows import document, row_of

@@ -28,12 +28,10 @@ from fledge.ops.loss import (
 from fledge.ops.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import row_pass as passes_module
-from fledge.train.cod import DropTokens
-from fledge.train.objective import ttt
+from fledge.train.objective import accepted_per_round, simulate_decoding, ttt
 from fledge.train.optim import MasterOptimizer, learning_rate, orthogonalized
-from fledge.train.plan import chunk_slots
+from fledge.train.plan import DropTokens, chunk_slots
 from fledge.train.row_pass import FirstPass, Implementation, Objective, row_pass
-from fledge.train.simulate import accepted_per_round, simulate_decoding
 from fledge.types import Packed, RowSums
 from support.dense import Dense, dense
 from support.losses import assert_same_gradients, gradients, loss_case

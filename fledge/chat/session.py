@@ -90,8 +90,7 @@ class Session:
         conversation as it was, if the text alone does not fit, or the template refuses it.
         """
         from fledge.data.answering import history_message
-        from fledge.decode.proposers import AttributedText
-        from fledge.decode.request import Completion
+        from fledge.decode.request import AttributedText, Completion
         from fledge.measure.metrics import tau
 
         prompt, ids = self._fit(asked, say)

@@ -13,7 +13,7 @@ from fledge.io.display import escaped
 TINTS = ("#00875f", "#0087af", "#5f5fff", "#af5fd7")
 STYLES = (Style(), *(Style(color=tint) for tint in TINTS))
 
-Pieces = list[tuple[str, int]]  # of a text, each with its proposer (fledge.decode.proposers)
+Pieces = list[tuple[str, int]]  # of a text, each with its proposer (fledge.decode.request)
 
 
 def write_tinted(console: Console, pieces: Pieces) -> None:

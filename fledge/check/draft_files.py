@@ -15,11 +15,11 @@ from torch import Tensor
 from fledge.check.findings import Finding
 from fledge.check.probe import Probe, ProbeRecord, read_probe
 from fledge.config import DraftConfig, RopeConfig
-from fledge.drafts.health import find_damage
 from fledge.drafts.weights import (
     CONFIG,
     FLOATS,
     complete_config,
+    find_damage,
     marked_ids,
     meta_draft,
     template_sha256,

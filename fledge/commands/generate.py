@@ -93,7 +93,7 @@ def _show_tinted(engine: Engine, stream: Iterator[str], done: Completion, stop: 
     from rich.console import Console
 
     from fledge.chat.tints import write_tinted
-    from fledge.decode.proposers import AttributedText
+    from fledge.decode.request import AttributedText
 
     text = AttributedText(engine.target.tokenizer, engine.target.stop_ids, stop)
     console = Console(highlight=False, markup=False, emoji=False)

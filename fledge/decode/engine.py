@@ -25,9 +25,8 @@ from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import ChanceWatch
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
-from fledge.decode.prompt import Prompt, check_prompt, check_prompts, is_several
 from fledge.decode.propose import Drafting
-from fledge.decode.request import Completion, Request
+from fledge.decode.request import Completion, Prompt, Request, check_prompt, check_prompts, is_several
 from fledge.decode.rounds import EagerWarning, can_capture
 from fledge.decode.scheduler import DecodeLoop
 from fledge.decode.text import TextStream
@@ -427,8 +426,9 @@ class Engine:
     def _weights_at(self) -> tuple[Any, ...]:
         """What differs after the weights of target or draft were moved. The graphs of a kept batch read them by
         address, so it can be used only while this is what it was when the batch was made."""
-        draft = None if self.draft is None else (self.draft.fc.weight.data_ptr(), self.draft.device, self.draft.dtype)
-        return self.target.moves, draft
+        draft = self.draft
+        at = None if draft is None else (next(draft.parameters()).data_ptr(), draft.device, draft.dtype)
+        return self.target.moves, at
 
     def put_back(self, batch: Batch) -> None:
         """Removes a batch's requests, complete or not, and keeps it for the next ones if it has graphs."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from fledge.decode.text import TextStream
 from fledge.decode.verify import Processing
@@ -101,3 +103,109 @@ class Request:
         if self.text.stopped:
             self.done.finish = "stop"
         return rest
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text to continue, token ids, or the messages of a chat
+
+KINDS = "a prompt is a string, a list of token ids or a list of messages"
+
+
+def is_several(asked: Any) -> bool:
+    """Whether the argument is a list of prompts: of strings, of chats, or of lists of token ids."""
+    asked = _plain(asked)
+    return isinstance(asked, list) and asked != [] and isinstance(asked[0], str | list)
+
+
+def check_prompts(asked: Any) -> list[Any]:
+    """The prompts of a list, not yet checked one by one. Raises TypeError for anything but a list of prompts."""
+    asked = _plain(asked)
+    if isinstance(asked, list) and (not asked or is_several(asked)):
+        return asked
+    what = "one prompt" if isinstance(asked, str | list) else _kind(asked)
+    raise TypeError(f"a list of prompts is needed, but this is {what}; {KINDS}")
+
+
+def check_prompt(asked: Any) -> str | list[int] | list[Mapping[str, Any]]:
+    """One prompt, with tensors, arrays and tuples of token ids as lists. Raises TypeError for anything that is not a
+    prompt, and ValueError where it is empty or not valid Unicode."""
+    asked = _plain(asked)
+    if is_several(asked):
+        raise TypeError("this is a list of several prompts, but one prompt is needed; use generate")
+    if isinstance(asked, str):
+        return _encodable(asked)
+    if not isinstance(asked, list):
+        raise TypeError(f"{KINDS}, but this is {_kind(asked)}")
+    if not asked:
+        raise ValueError("the prompt is empty")
+    if _are_ids(asked):
+        return asked
+    wanted, items = (Mapping, "messages") if isinstance(asked[0], Mapping) else (int, "token ids")
+    odd = [x for x in asked if not isinstance(x, wanted) or isinstance(x, bool)]
+    if odd:
+        raise TypeError(f"{KINDS}, but this list of {items} holds {_kind(odd[0])}")
+    return asked
+
+
+def _plain(asked: Any) -> Any:
+    """The same with every tensor, array and sequence as a list."""
+    asked = asked.tolist() if hasattr(asked, "tolist") else asked
+    if isinstance(asked, Sequence) and not isinstance(asked, str | bytes):
+        return list(asked) if _are_ids(asked) else [x if type(x) is int else _plain(x) for x in asked]
+    return asked
+
+
+def _are_ids(asked: Sequence[Any]) -> bool:
+    """Whether all are integers of Python's own type, which is found fast, as a prompt may have many."""
+    return set(map(type, asked)) == {int}
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:  # a lone surrogate, which no tokenizer accepts
+        raise ValueError(f"the prompt is not valid Unicode ({e.reason} at character {e.start})") from e
+    return text
+
+
+def _kind(x: Any) -> str:
+    return f"a value of type {type(x).__name__}"
+
+
+def proposers(trace: Trace, tokens: int) -> list[int]:
+    """For each of the first `tokens` tokens of an answer: the depth (1, 2, ...) at which the draft proposed it, or 0
+    for the target's own tokens, which are the first one, and one at the end of each round. Without a draft, the trace
+    has no rounds, and all tokens are the target's own."""
+    if not trace.rounds:
+        return [0] * tokens
+    rounds = ([*range(1, r.accepted + 1), 0] for r in trace.rounds)
+    return [0, *chain.from_iterable(rounds)][:tokens]
+
+
+class AttributedText:
+    """The text of an answer in pieces, each with the proposer (see `proposers`) of the token that completed it.
+
+    It follows an answer while it is generated: `take` returns the pieces of the tokens that came since the last call,
+    and `finish` what remains after the last one. `stop_ids` are the tokens that end an answer and have no text.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Collection[int] = (), stop: Sequence[str] = ()):
+        self._stop_ids = stop_ids
+        self._text = TextStream(tokenizer, stop)
+        self._seen = 0  # tokens
+        self._last = 0  # the last token's proposer
+
+    def take(self, completion: Completion) -> list[tuple[str, int]]:
+        """The pieces of the tokens that `completion` has got since the last call, without empty ones."""
+        whose = proposers(completion.trace, len(completion.tokens))
+        pieces = []
+        for token, by in list(zip(completion.tokens, whose, strict=True))[self._seen :]:
+            self._text.append([] if token in self._stop_ids else [token])
+            pieces.append((self._text.take(), by))
+            self._last = by
+        self._seen = len(completion.tokens)
+        return [(text, by) for text, by in pieces if text]
+
+    def finish(self) -> list[tuple[str, int]]:
+        """The rest of the text after the last token: incomplete characters, or the start of a stop string."""
+        rest = self._text.finish()
+        return [(rest, self._last)] if rest else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.proposers import AttributedText
+from fledge.decode.request import AttributedText
 from fledge.measure.metrics import committed_per_round, drafted_and_accepted
 from fledge.measure.prompts import spread
 
@@ -39,7 +39,7 @@ def request_record(
 
 def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequence[Completion]) -> list[dict[str, Any]]:
     """At most SAMPLES answers, evenly spaced over the requests: the end of the prompt's text, and the answer in pieces,
-    each with its proposer (`fledge.decode.proposers`)."""
+    each with its proposer (`fledge.decode.request`)."""
     tokenizer = engine.target.tokenizer
     samples = []
     for i in spread(list(range(len(ids))), SAMPLES):

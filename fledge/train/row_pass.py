@@ -18,8 +18,7 @@ from fledge.ops.gradients import GradientSums, take_rows
 from fledge.ops.products import padded_rows
 from fledge.ops.transfer import to_device
 from fledge.ops.ttt_attention import OwnSteps, ttt_attention
-from fledge.train.cod import DropTokens
-from fledge.train.plan import chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
+from fledge.train.plan import DropTokens, chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
 from fledge.types import Features, Packed
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,6 @@ from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, ReceivedFeatu
 from fledge.train.interrupt import Interruption
 from fledge.train.objective import ttt_queued
 from fledge.train.optim import MasterOptimizer, learning_rate
-from fledge.train.prefetch import with_features
 from fledge.train.ranks import ALONE, Ranks
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.stopwatch import DRAFT, OPTIMIZER, TARGET, Stopwatch
@@ -418,3 +417,40 @@ def _metrics(done: StepResult, schedule: Schedule, step: int) -> dict[str, Any]:
         "tokens": done.tokens,
         "supervised": total.live_K[0].item(),
     }
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """A side stream, one per process and device: every further stream would hold memory and workspaces of its own."""
+    return torch.cuda.Stream(device)
+
+
+def with_features(
+    rows: Iterable[Packed], features: Callable[[Packed], Features], device: torch.device, *, prefetch: bool
+) -> Iterator[tuple[Packed, Features]]:
+    """Yields each row with its features.
+
+    With `prefetch` (CUDA only), the next row's features are started on a side stream before a row is yielded, so that
+    the target's forward pass overlaps with the draft's training step. This needs memory for the features of two rows,
+    or of three if the caller still holds a row's features when it asks for the next row.
+    """
+    if not prefetch:
+        for row in rows:
+            yield row, features(row)
+        return
+    rows, stream = iter(rows), _stream(device)
+
+    def start_next() -> tuple[Packed, Features] | None:
+        if (row := next(rows, None)) is None:
+            return None
+        # memory of freed features returns to this stream's pool while the main stream may still read it
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            return row, features(row)
+
+    upcoming = start_next()
+    while upcoming is not None:
+        current = [upcoming]
+        torch.cuda.current_stream(device).wait_stream(stream)
+        upcoming = start_next()
+        yield current.pop()  # so that no reference is left here

@@ -23,9 +23,8 @@ from fledge.states.source import ROWS_AHEAD
 from fledge.targets.size import target_bytes
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import Machine, Work
 from fledge.train.feed import AFTER, BEFORE, feed
-from fledge.train.memory import DoesNotFit
+from fledge.train.memory import DoesNotFit, Machine, Work
 from fledge.train.optim import MasterOptimizer
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
 from fledge.train.setup.data import check_files, make_rows, pack_rows, total_memory, training_data

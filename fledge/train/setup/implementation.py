@@ -21,11 +21,10 @@ from fledge.train.memory import (
     resize_row,
 )
 from fledge.train.objective import ttt
-from fledge.train.prefetch import with_features
 from fledge.train.ranks import Ranks
 from fledge.train.row_pass import Implementation
 from fledge.train.setup.options import ComputeOptions
-from fledge.train.trainer import Schedule
+from fledge.train.trainer import Schedule, with_features
 
 Say = Callable[[str], None]
 

@@ -10,8 +10,15 @@ from fledge.data.documents import lengths_of
 from fledge.io.display import ResultPrinter
 from fledge.states.budget import format_bytes
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.estimate import Machine, Work, memory_parts, target_memory_parts
-from fledge.train.memory import CANDIDATES, MIN_TOKENS, USABLE_FRACTION
+from fledge.train.memory import (
+    CANDIDATES,
+    MIN_TOKENS,
+    USABLE_FRACTION,
+    Machine,
+    Work,
+    memory_parts,
+    target_memory_parts,
+)
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.run import disk_space

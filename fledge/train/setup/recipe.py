@@ -21,8 +21,8 @@ from fledge.ops.loss import KINDS
 from fledge.ops.ttt_attention import IMPLS
 from fledge.options import flag_of, names_of, parse_template_kwargs
 from fledge.states.cache import FeatureCache
-from fledge.train.cod import DropTokens
 from fledge.train.optim import OPTIMIZERS
+from fledge.train.plan import DropTokens
 from fledge.train.ranks import local_rank, started_by_torchrun
 from fledge.train.row_pass import Objective
 from fledge.train.setup.options import (
