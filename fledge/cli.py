@@ -44,8 +44,8 @@ from fledge.io.display import (
     print_error,
     redirect_to_devnull,
 )
-from fledge.io.progress import show_progress
-from fledge.io.signals import ignore_signals, is_assembler_error, stopping_signals
+from fledge.io.hub import show_progress
+from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signals
 from fledge.options import Options, default_of, flag_of, option_fields, panels_of
 from fledge.regenerate.options import RegenerateOptions
 from fledge.train.setup.options import TrainOptions

@@ -11,10 +11,8 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fledge.io.deviations import MASK_TOKEN_FIELDS, deviations
 from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
-from fledge.io.layer_ids import from_engine, to_engine
-from fledge.io.speculators import flat_config, is_speculators
+from fledge.io.formats import MASK_TOKEN_FIELDS, deviations, flat_config, from_engine, is_speculators, to_engine
 from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")

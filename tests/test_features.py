@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from fledge.data.dataset import Rows
 from fledge.data.documents import Document
+from fledge.io.display import format_bytes
 from fledge.io.files import exclusive_lock
 from fledge.methods import CHOICES
 from fledge.states import reader as reader_module
 from fledge.states import writer as writer_module
-from fledge.states.budget import DiskPlan, format_bytes, parse_bytes, shard_bytes
+from fledge.states.budget import DiskPlan, parse_bytes, shard_bytes
 from fledge.states.cache import FeatureCache
 from fledge.states.codec import FP8_MAX, PRECISIONS, decode_layers, encode_layers
 from fledge.states.layout import Layout, Sizes, split_shards, teacher_tokens

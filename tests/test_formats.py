@@ -18,7 +18,7 @@ from fledge.commands.inspect import InspectOptions, run
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, open_draft, read_draft_config
-from fledge.io.layer_ids import OFFSETS, from_engine, to_engine
+from fledge.io.formats import OFFSETS, from_engine, to_engine
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused
 from support.files import change_json, listing, reconfigure
 

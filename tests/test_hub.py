@@ -15,8 +15,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from fledge.io import hub
-from fledge.io.hub import draft_directory, split_revision
-from fledge.io.progress import show_progress
+from fledge.io.hub import draft_directory, show_progress, split_revision
 from fledge.targets import loading
 from fledge.targets.loading import load_head, load_target
 from support.chats import tiny_chats

@@ -20,7 +20,7 @@ from fledge.config import DraftConfig, Provenance, RopeConfig, default_aux_layer
 from fledge.drafts import weights
 from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
-from fledge.io.json_text import read_json
+from fledge.io.fields import read_json
 from fledge.targets.compatibility import connect_draft
 from fledge.train.checkpoint import RunDirectory
 from support.commands import python
@@ -760,7 +760,7 @@ def test_metrics_after_a_step_are_dropped_and_half_lines_too(tmp_path):
 
 def test_a_config_without_end_is_not_read(fledge, tmp_path, monkeypatch):
     """Devices have the size 0, and no end."""
-    monkeypatch.setattr("fledge.io.json_text.MOST_BYTES", 1000)
+    monkeypatch.setattr("fledge.io.fields.MOST_BYTES", 1000)
     saved(tmp_path / "draft")
     (tmp_path / "draft/config.json").write_text(" " * 1001)
     went = fledge("inspect", tmp_path / "draft")

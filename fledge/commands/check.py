@@ -201,7 +201,7 @@ def _with_kwargs(config: DraftConfig) -> str:
 def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
     """The layers that the draft reads, in the numbering of each engine."""
     from fledge.engines.support import TITLES
-    from fledge.io.layer_ids import to_engine
+    from fledge.io.formats import to_engine
     from fledge.targets.compatibility import layers_of
 
     layers = layers_of(draft.config, target)

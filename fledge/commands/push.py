@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fledge.io.json_text import parse_json, read_json
+from fledge.io.fields import parse_json, read_json
 from fledge.options import Options, opt
 
 if TYPE_CHECKING:

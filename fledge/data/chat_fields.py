@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fledge.data.limit import EndlessTemplate
-from fledge.io.json_text import parse_json
+from fledge.io.fields import parse_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 MARK = "fledge_asks_what_is_rendered"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fledge.data.sources import HUB_ID, Source
+from fledge.io.fields import first_line
+from fledge.io.hub import quiet_hub
 
 
 @dataclass(frozen=True)
@@ -69,26 +69,11 @@ class HubData:
                     *arguments, split=self.split, revision=self.revision, trust_remote_code=False
                 )
         except Exception as e:  # offline, unknown, gated or moved: each raises another type
-            named = f"{self.name} is not a local file"
-            if self.hub_id not in self.name:
-                named = f"{self.name} is {self.hub_id} on the hub"
-            reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+            known = "not a local file" if self.hub_id in self.name else f"{self.hub_id} on the hub"
             raise ValueError(
-                f"{named} and cannot be loaded from the hub: {reason}. Check its name, and load it once where the hub "
-                "can be reached (the datasets library then keeps it)"
+                f"{self.name} is {known} and cannot be loaded from the hub: {first_line(e)}. Check its name, and load "
+                "it once where the hub can be reached (the datasets library then keeps it)"
             ) from e
-
-
-@contextlib.contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Context manager without the hub library's messages about each attempt to reach it; an error says enough."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def find_hub_data(name: str, *, prompts: bool = False) -> HubData:

@@ -18,7 +18,7 @@ from fledge.data.presets import find_hub_data, is_preset
 from fledge.data.record import LAYOUTS, Record, parse_record
 from fledge.data.rows import file_rows, is_readable, without_nulls
 from fledge.data.sources import Source, is_local
-from fledge.io.json_text import read_json
+from fledge.io.fields import read_json
 
 AnySource = str | Mapping[str, Any] | Source  # the forms that `Source.parse` takes
 

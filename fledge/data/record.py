@@ -10,8 +10,7 @@ from types import NoneType
 from typing import Any
 
 from fledge.data.columns import suggestion
-from fledge.io.fields import check_template_kwargs
-from fledge.io.json_text import parse_json
+from fledge.io.fields import check_template_kwargs, parse_json
 
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",

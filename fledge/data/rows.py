@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fledge.data.sources import COMPRESSED, READABLE
-from fledge.io.json_text import parse_json
+from fledge.io.fields import parse_json
 
 CHUNK = 1 << 20  # characters of a JSON list that are read at a time
 BATCH_ROWS = 256  # rows of a table that are converted at a time

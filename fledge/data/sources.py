@@ -19,8 +19,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from fledge.io.fields import check_template_kwargs, format_value
-from fledge.io.json_text import parse_json
+from fledge.io.fields import check_template_kwargs, format_value, parse_json
 
 READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
 COMPRESSED = (".gz", ".zst")  # suffixes after those of texts

@@ -35,6 +35,7 @@ from fledge.data.template import ChatTemplate
 from fledge.data.token_store import SPANS, TOKENS, TokenStore
 from fledge.data.tokenize import default_workers
 from fledge.data.vocab import count_tokens
+from fledge.io.fields import read_json
 from fledge.io.files import (
     InUse,
     disk_full_errno,
@@ -44,7 +45,6 @@ from fledge.io.files import (
     sha256_of,
     sibling_path,
 )
-from fledge.io.json_text import read_json
 
 MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"

@@ -16,11 +16,9 @@ from torch import Tensor
 from fledge.config import DraftConfig, RopeConfig
 from fledge.drafts.weights import DraftFiles, dtype_name, encode_files, portable_tensors
 from fledge.engines.support import unsupported
-from fledge.io.deviations import FIELDS as REFUSED_FIELDS
 from fledge.io.fields import CONFIG as FLAT_FIELDS
 from fledge.io.fields import shortened
-from fledge.io.layer_ids import to_engine
-from fledge.io.speculators import is_speculators, speculators_config
+from fledge.io.formats import REFUSED_FIELDS, is_speculators, speculators_config, to_engine
 from fledge.io.tensors import WEIGHTS, stray_readers
 
 TOKENS = 5  # drafted tokens of a draft whose trained depth is unknown; the default of speculators

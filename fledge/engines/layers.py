@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fledge.config import engine_layers
-from fledge.io.layer_ids import from_engine
+from fledge.io.formats import from_engine
 
 LIST = "eagle_aux_hidden_state_layer_ids"
 PLACES = {"vllm": LIST, "sglang": f"eagle_config.{LIST}"}  # where an engine looks for its list

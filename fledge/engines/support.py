@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fledge.config import DraftConfig, engine_layers
-from fledge.io.speculators import CLASSES
+from fledge.io.formats import CLASSES
 
 ENGINES = ("vllm", "sglang", "safeailab", "speculators")
 SERVERS = ("vllm", "sglang")  # those that serve drafts as they are

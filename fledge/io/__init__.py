@@ -1,2 +1,1 @@
-"""How drafts are written on disk: numbering of layers, speculators' config, fields that engines read and fledge
-refuses, and files and names of tensors."""
+"""Files, the hub, HTTP, the terminal and the machine; and how drafts are written on disk."""

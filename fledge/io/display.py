@@ -336,3 +336,10 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in the largest decimal unit of which there is at least one."""
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3}
+    unit = next((u for u in units if count >= units[u]), None)
+    return f"{count / units[unit]:,.2f} {unit}" if unit else f"{count:,.0f} bytes"

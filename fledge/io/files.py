@@ -232,7 +232,7 @@ def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -
     path = Path(path)
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{flag} {path} is a broken symbolic link; remove it or choose another name")
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    existing = existing_parent(path)
     if existing == path and not (path.is_dir() if directory else path.is_file()):
         kind = "a directory" if path.is_dir() else "a file" if path.is_file() else "a device, pipe or socket"
         raise ValueError(f"{flag} {path} is {kind}; choose another name")
@@ -244,6 +244,11 @@ def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -
     if locked := next((p for p in written if not os.access(p, os.W_OK)), None):
         raise ValueError(f"{flag} {path} cannot be written: no write permission for {locked}; choose another name")
     return path
+
+
+def existing_parent(path: Path) -> Path:
+    """The path, or its nearest parent that exists."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
 # -- locks ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from fledge.io.json_text import parse_json
+from fledge.io.fields import parse_json
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 """Model names: local directories, or Hugging Face hub ids with an optional revision (owner/name@revision); and the
-download of what they name."""
+download of what they name, with its progress for whoever shows it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ import glob
 import io
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from fledge.io.json_text import read_json
-from fledge.io.progress import Counter, progress_counter
+from fledge.io.fields import first_line, read_json
+
+
+class Counter(Protocol):
+    """As `ProgressDisplay.count`: shows how many of `total` items are finished. `unit` is the name of the items."""
+
+    def __call__(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        """A context manager, which yields a function to call with the number of items that are finished in addition."""
+
+
+_counter: ContextVar[Counter | None] = ContextVar("counter of downloads and loaded tensors", default=None)
+
+
+def show_progress(counter: Counter) -> None:
+    """Lets `counter` show what is downloaded and loaded, in the current context (`contextvars`) from now on."""
+    _counter.set(counter)
+
+
+def progress_counter() -> Counter | None:
+    """The counter of the current context; None if nobody shows progress."""
+    return _counter.get()
+
 
 MEGABYTE = 10**6
 HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -40,10 +62,8 @@ def hub_id(name: str | Path) -> str | None:
 
 def cached_commit(name: str | Path) -> str | None:
     """The commit of a hub model's config.json in the local cache, from which it is loaded; None if it is not there."""
-    if hub_id(name) is None:
-        return None
-    path = _cached(*split_revision(name), "config.json")
-    return None if path is None else path.parent.name
+    path = _cached(*split_revision(name), "config.json") if hub_id(name) else None
+    return path and path.parent.name
 
 
 def draft_directory(name: str | Path) -> Path:
@@ -61,13 +81,11 @@ def draft_directory(name: str | Path) -> Path:
 
 @functools.cache
 def _download(name: str) -> Path:
-    repository, revision = split_revision(name)
     try:
-        return _snapshot(repository, revision, DRAFT_FILES)
+        return _snapshot(*split_revision(name), DRAFT_FILES)
     except Exception as e:  # offline, unknown or private id, unknown revision: each raises another type
-        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ValueError(
-            f"the draft {name} is not a local directory and cannot be downloaded from the hub: {reason}"
+            f"the draft {name} is not a local directory and cannot be downloaded from the hub: {first_line(e)}"
         ) from e
 
 
@@ -77,7 +95,7 @@ def download_weights(repository: str, revision: str | None) -> None:
 
     if not _shows_downloads(repository) or _cached(repository, revision, WEIGHTS):
         return
-    with contextlib.suppress(Exception), _without_hub_warnings():
+    with contextlib.suppress(Exception), quiet_hub():
         path = _cached(repository, revision, INDEX) or _download_if_there(repository, revision, INDEX)
         of_tensors = {} if path is None else read_json(path)["weight_map"]
         download_files(repository, revision, set(of_tensors.values()) or {WEIGHTS})
@@ -85,14 +103,14 @@ def download_weights(repository: str, revision: str | None) -> None:
 
 def download_files(repository: str, revision: str | None, files: Collection[str]) -> None:
     """Downloads files of a model to the hub library's cache if they are not there, and if progress is shown
-    (`fledge.io.progress`): whoever reads them next, as transformers does, would download them without it. Does nothing
+    (`show_progress`): whoever reads them next, as transformers does, would download them without it. Does nothing
     for a local directory. Files that cannot be downloaded are left to the reader, which reports the error."""
     from huggingface_hub import HfApi
 
     if not _shows_downloads(repository):
         return
     if missing := [file for file in files if not _cached(repository, revision, file)]:
-        with contextlib.suppress(Exception), _without_hub_warnings():
+        with contextlib.suppress(Exception), quiet_hub():
             size = sum(info.size for info in HfApi().get_paths_info(repository, missing, revision=revision))
             _snapshot(repository, revision, map(glob.escape, missing), size)
 
@@ -170,25 +188,18 @@ def _counting_bar(repository: str, counter: Counter, stack: contextlib.ExitStack
 def architectures(name: str | Path) -> tuple[str, ...]:
     """The `architectures` in a model's config.json, by directory or hub id; () if the file cannot be had."""
     try:
-        directory = Path(name)
-        file = directory / "config.json" if directory.is_dir() else _download_config(str(name))
-        found = read_json(file).get("architectures") or []
-        return tuple(str(architecture) for architecture in found)
+        file = Path(name) / "config.json"
+        if not Path(name).is_dir():
+            with quiet_hub():
+                file = _download_if_there(*split_revision(name), "config.json")
+        return tuple(map(str, read_json(file).get("architectures") or []))
     except Exception:  # offline, private or unknown id, no JSON: each raises another type, and the names are optional
         return ()
 
 
-def _download_config(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    repository, revision = split_revision(name)
-    with _without_hub_warnings():
-        return Path(hf_hub_download(repository, "config.json", revision=revision))
-
-
 @contextlib.contextmanager
-def _without_hub_warnings() -> Iterator[None]:
-    """Keeps huggingface_hub from printing two lines for every attempt to reach the hub."""
+def quiet_hub() -> Iterator[None]:
+    """Context manager without the hub library's two lines about each attempt to reach the hub; an error says enough."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fledge.config import DraftConfig
-from fledge.io.fields import shortened
-from fledge.io.json_text import read_json
+from fledge.io.fields import read_json, shortened
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights that are split into several files

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fledge.io.fields import read_json
 from fledge.io.files import check_output_path, replace_text
-from fledge.io.json_text import read_json
 
 MAX_RECORD_BYTES = 2**26  # a larger file is not parsed to find out whether it is a record
 _SCALAR = r'(?:"(?:[^"\\]|\\.)*"|[^\s"\[\]{},]+)'

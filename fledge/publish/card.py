@@ -26,9 +26,9 @@ from fledge.engines.command import Serving, engine_command, trained_depth
 from fledge.engines.describe import describe, method_title
 from fledge.engines.export import needs_export
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
+from fledge.io.fields import read_json
 from fledge.io.files import replace_text
 from fledge.io.hub import cached_commit, hub_id
-from fledge.io.json_text import read_json
 from fledge.io.machine import environment
 from fledge.measure.metrics import alpha_text
 from fledge.measure.record import is_record

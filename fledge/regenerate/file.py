@@ -10,8 +10,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from fledge.io.fields import parse_json
 from fledge.io.files import replace_file
-from fledge.io.json_text import parse_json
 
 
 class AnswersFile:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fledge.io.json_text import parse_json
+from fledge.io.fields import parse_json
 
 MAX_BYTES = 2**28  # a larger JSON file is no record
 REQUIRED = {"tau", "alpha"}  # of every record of an evaluation

@@ -7,6 +7,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fledge.io.display import format_bytes
+from fledge.io.files import existing_parent
 from fledge.states.cache import DOCUMENTS, FeatureCache
 from fledge.states.layout import DOCUMENT_BYTES
 
@@ -27,12 +29,6 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def format_bytes(count: float) -> str:
-    """A number of bytes in the largest decimal unit of which there is at least one."""
-    unit = next((u for u in ("TB", "GB", "MB", "KB") if count >= UNITS[u]), "B")
-    return f"{count:,.0f} bytes" if unit == "B" else f"{count / UNITS[unit]:,.2f} {unit}"
-
-
 def shard_bytes(total: int) -> int:
     """The size of a shard, for features of `total` bytes."""
     return min(MAX_SHARD, max(total // SHARDS, MIN_SHARD))
@@ -47,11 +43,6 @@ def default_budget(path: Path, taken: int = 0) -> int:
 def reserve_of(free: int) -> int:
     """The bytes to leave free on a disk that has `free` free bytes."""
     return min(RESERVE, int(RESERVED_SHARE * free))
-
-
-def existing_parent(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
 @dataclass(frozen=True)

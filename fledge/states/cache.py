@@ -28,9 +28,8 @@ from torch import Tensor
 
 from fledge.data.documents import Document, fingerprint, lengths_of
 from fledge.data.record import Record
-from fledge.io.fields import check_template_kwargs, shortened
+from fledge.io.fields import check_template_kwargs, parse_json, read_json, shortened
 from fledge.io.files import TEMPORARY, replace_file, replace_text
-from fledge.io.json_text import parse_json, read_json
 from fledge.states.codec import PRECISIONS
 from fledge.states.layout import HEADER_BYTES, Layout, Sizes
 from fledge.states.shard_file import CONTENT, DTYPES, file_hash, write_shard

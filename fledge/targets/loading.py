@@ -28,9 +28,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fledge.config import RopeConfig, llama_names
-from fledge.io.fields import first_line, parse_dtype
+from fledge.io.fields import first_line, parse_dtype, read_json
 from fledge.io.hub import download_files, download_weights, split_revision
-from fledge.io.json_text import read_json
 from fledge.targets import checks
 from fledge.targets.native.support import native_problem
 from fledge.targets.native.target import NativeTarget

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fledge.io.progress import Counter, progress_counter
+from fledge.io.hub import Counter, progress_counter
 
 
 @contextmanager
 def counting_tensors(label: str) -> Iterator[None]:
-    """Context manager: transformers' loading of weights is counted, if progress is shown (`fledge.io.progress`)."""
+    """Context manager: transformers' loading of weights is counted, if progress is shown (`fledge.io.hub`)."""
     from transformers.utils.logging import set_tqdm_hook
 
     if (counter := progress_counter()) is None:

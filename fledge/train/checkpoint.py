@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import RECIPE, draft_files, save_draft, write_files
+from fledge.io.fields import parse_json, read_json
 from fledge.io.files import (
     DiskFullError,
     disk_full_errno,
@@ -38,7 +39,6 @@ from fledge.io.files import (
     sha256_of,
     sibling_path,
 )
-from fledge.io.json_text import parse_json, read_json
 from fledge.train.ranks import ALONE, RankError, Ranks
 
 STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from fledge.io.signals import is_assembler_error
+from fledge.io.machine import is_assembler_error
 from fledge.train.ranks import LostRankError
 
 STOPPING = "stopping after this step; a second Ctrl-C stops immediately and loses the steps since the last checkpoint"

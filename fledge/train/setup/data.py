@@ -15,8 +15,8 @@ from fledge.data.presets import shadowed_presets
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, data_files, load_data
+from fledge.io.fields import read_json
 from fledge.io.files import cache_directory
-from fledge.io.json_text import read_json
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.setup.recipe import DataRecipe, Recipe
 from fledge.train.setup.target import PlannedTarget

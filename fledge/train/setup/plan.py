@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from fledge.data.dataset import Rows
 from fledge.data.documents import lengths_of
-from fledge.io.display import ResultPrinter
-from fledge.states.budget import format_bytes
+from fledge.io.display import ResultPrinter, format_bytes
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.memory import (
     CANDIDATES,

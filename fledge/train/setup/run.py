@@ -13,7 +13,8 @@ import torch
 
 from fledge.data.dataset import Rows
 from fledge.drafts.draft import Draft
-from fledge.states.budget import existing_parent, format_bytes
+from fledge.io.display import format_bytes
+from fledge.io.files import existing_parent
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.optim import state_bytes

@@ -1,0 +1,238 @@
+"""A draft's config.json in the formats of other projects: ids of layers, speculators' config, and fields that fledge
+refuses.
+
+speculators' format is what `vllm serve DRAFT` loads. The flat layout is that of vLLM and SGLang, with all fields at the
+top level. speculators' has the fields of the decoder layers under `transformer_layer_config`, and under
+`speculators_config` the target ("verifier") and the number of tokens to draft. Sources: speculators' config classes
+(`SpeculatorModelConfig`, `Eagle3SpeculatorConfig`, `PEagleSpeculatorConfig`, `EagleSpeculatorConfig`) and the functions
+of vLLM that read such files (transformers_utils/configs/speculators).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fledge.io.fields import (
+    CONFIG,
+    DFLASH_CONFIG,
+    EAGLE_CONFIG,
+    PROPOSAL,
+    SPECULATORS,
+    SPECULATORS_CONFIG,
+    VERIFIER,
+    Fields,
+    format_value,
+)
+from fledge.methods import Method
+
+# An engine's id of a hidden state minus fledge's. fledge numbers them as transformers' `hidden_states`: id i is the
+# input of layer i, i.e. the output of layer i - 1, and 0 is the embedding. SGLang and DeepSpec number the layers whose
+# outputs are read.
+OFFSETS = {"vllm": 0, "speculators": 0, "safeailab": 0, "sglang": -1, "deepspec": -1}
+
+
+def to_engine(ids: Iterable[int], engine: str) -> list[int]:
+    """fledge's ids in an engine's numbering; `engine` is a key of OFFSETS."""
+    return [i + OFFSETS[engine] for i in ids]
+
+
+def from_engine(ids: Iterable[int], engine: str) -> list[int]:
+    """An engine's ids in fledge's numbering; `engine` is a key of OFFSETS."""
+    return [i - OFFSETS[engine] for i in ids]
+
+
+# -- speculators' config.json ------------------------------------------------------------------------------------------
+
+# speculators_model_type: the architecture in the flat layout, from which `DraftConfig.from_hf` knows the method
+ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel"}
+CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # speculators' model classes
+LAYER_TYPES = ("llama", "qwen3")
+LAYER_FIELDS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_parameters",
+    "partial_rotary_factor", "original_max_position_embeddings",
+    # vLLM takes all fields of the layers for the draft's, and needs this one to read other than three hidden states
+    "num_aux_hidden_states",
+)  # fmt: skip
+DRAFT_FIELDS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
+NORM_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+MASK_FIELDS = ("mask_token_id", "ptd_token_id")  # the second is the name in early versions
+
+
+def is_speculators(hf: dict[str, Any]) -> bool:
+    """Whether a config.json is in speculators' format. A flat config may also have a `speculators_config`."""
+    return ("speculators_model_type" in hf or "speculators_config" in hf) and "hidden_size" not in hf
+
+
+def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """The flat layout of a config.json in speculators' format.
+
+    The target's name becomes `fledge.target`, unless fledge has recorded one, and the number of tokens to draft
+    `fledge.depth`, unless fledge has written the file, where it may be a default. Raises ValueError for kinds of drafts
+    and of layers that fledge does not have.
+    """
+    top = Fields(hf, SPECULATORS)
+    kind = top.get("speculators_model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"a draft in speculators' format of type {format_value(kind)}; fledge reads {', '.join(ARCHITECTURES)}"
+        )
+    layer = top.get("transformer_layer_config", {})
+    if layer.get("model_type", "llama") not in LAYER_TYPES:
+        raise ValueError(
+            f"transformer_layer_config.model_type is {format_value(layer['model_type'])}; fledge's drafts have layers "
+            f"of type {' or '.join(LAYER_TYPES)}"
+        )
+    copied = (*DRAFT_FIELDS, *NORM_FIELDS, "quantization_config", *(MASK_FIELDS if kind == "peagle" else ()))
+    flat = {name: value for name, value in layer.items() if name != "architectures"}
+    flat |= {name: hf[name] for name in copied if name in hf}
+    if kind == "eagle":
+        if top.get("layernorms"):
+            raise ValueError("an EAGLE-1 draft with layernorms (HASS), which fledge does not support")
+        flat["bias"] = top.get("fusion_bias", False)
+    if kind == "eagle3" and "norm_before_residual" not in top:
+        raise ValueError(
+            "norm_before_residual is missing: vLLM then takes true, and speculators false. Write into config.json the "
+            "one that the draft was trained with"
+        )
+    how = top.nested("speculators_config", SPECULATORS_CONFIG)
+    verifier, own = how.nested("verifier", VERIFIER), top.get("fledge", {})
+    if not own.get("target") and "name_or_path" in verifier:
+        own = own | {"target": verifier.get("name_or_path")}
+    if "fledge" not in top and (tokens := _proposed_tokens(how.get("proposal_methods", []))):
+        own = own | {"depth": tokens}
+    return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
+
+
+def _proposed_tokens(methods: list[Any]) -> int | None:
+    """The number of tokens that the first of the `proposal_methods` drafts; None if it names none."""
+    first = Fields(methods[0], PROPOSAL, "proposal_methods") if methods else {}
+    return first.get("speculative_tokens")
+
+
+def speculators_config(
+    flat: dict[str, Any], kind: str, *, tokens: int, target: str, target_architectures: list[str], own_embeddings: bool
+) -> dict[str, Any]:
+    """The config.json in speculators' format of a draft whose flat layout is `flat` (`DraftConfig.to_hf`).
+
+    `kind` is "eagle3" or "peagle". `vllm serve DRAFT` loads `target` and drafts `tokens` tokens a round.
+    """
+    layer = {name: flat[name] for name in LAYER_FIELDS if name in flat}
+    rope = dict(flat["rope_parameters"])
+    if rope["rope_type"] != "default":  # for transformers 4
+        layer["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    hf = {
+        "architectures": [CLASSES[kind]],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": {"name_or_path": target, "architectures": target_architectures},
+        },
+        "transformer_layer_config": layer,
+        "torch_dtype": flat["torch_dtype"],
+        "embed_requires_grad": own_embeddings,
+    }
+    hf |= {name: flat[name] for name in DRAFT_FIELDS if name in flat}
+    hf |= {name: flat.get(name, False) for name in NORM_FIELDS}
+    if kind == "peagle":
+        hf["mask_token_id"] = flat["mask_token_id"]
+    return hf | {"fledge": flat["fledge"]}
+
+
+# -- fields with which an engine computes a draft otherwise than fledge ------------------------------------------------
+# They get into a draft's config.json with the config of a target or of another kind of draft. Engines load such a draft
+# without a message.
+
+# the fields that are read here alone: with other values than those of a `Deviation`, no engine acts on them
+REFUSED_FIELDS = ("layer_types", "sliding_window", "quantization_config", "logit_scale", "dflash_config",
+          "dspark_noise_token_id")  # fmt: skip
+MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of the mask token's id
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What an engine makes of a config.json and fledge does not: what the file says, what it does where the draft is
+    served, and the cure."""
+
+    cause: str
+    symptom: str
+    cure: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.symptom}; {self.cure}"
+
+
+def deviations(hf: dict[str, Any], family: Method) -> list[Deviation]:
+    """The deviations of a config.json in the flat layout. Raises ValueError for an invalid field."""
+    top = Fields(hf, CONFIG)
+    found = [_window(top), _quantization(top), _logit_scale(top)]
+    if family.reads_layers:
+        found.append(_final_state(top))
+    if family.masks:
+        found.append(_mask_tokens(top))
+    return [deviation for deviation in found if deviation]
+
+
+def _window(top: Fields) -> Deviation | None:
+    kinds = top.get("layer_types", [])[: top.get("num_hidden_layers", 1)]
+    window = top.get("sliding_window")
+    if not window or all(kind == "full_attention" for kind in kinds):
+        return None
+    return Deviation(
+        f"the draft's layers attend to a sliding window only (layer_types, sliding_window {window:,})",
+        "vLLM masks all tokens before the window, and fledge does not: acceptance falls in texts longer than it",
+        "remove both fields if the draft was trained without a window; fledge does not support drafts with one",
+    )
+
+
+def _quantization(top: Fields) -> Deviation | None:
+    if "quantization_config" not in top:
+        return None
+    kind = top.get("quantization_config").get("quant_method")
+    return Deviation(
+        f"quantization_config asks for quantized weights ({format_value(kind)})",
+        "vLLM fails to load the draft, or takes its values for quantized ones: acceptance about 0",
+        "remove it if the weights are in 16 or 32 bits; fledge does not support quantized drafts",
+    )
+
+
+def _logit_scale(top: Fields) -> Deviation | None:
+    scale = top.get("logit_scale", 1)
+    if scale == 1:
+        return None
+    return Deviation(
+        f"logit_scale is {format_value(scale)}",
+        "vLLM multiplies the draft's logits by it, and fledge does not: sampled drafts are accepted less often, and "
+        "with a negative one none",
+        "remove it if the draft was trained without it; fledge does not support scaled logits",
+    )
+
+
+def _final_state(top: Fields) -> Deviation | None:
+    if top.nested("eagle_config", EAGLE_CONFIG).get("use_aux_hidden_state", True):
+        return None
+    return Deviation(
+        "eagle_config.use_aux_hidden_state is false",
+        "vLLM leaves out fc and feeds the target's last hidden state to the draft, or fails: acceptance about 0",
+        "set it to true if the draft was trained on hidden states of several layers; fledge does not support others",
+    )
+
+
+def _mask_tokens(top: Fields) -> Deviation | None:
+    ids = {name: top.get(name) for name in (*MASK_TOKEN_FIELDS, "dspark_noise_token_id")}
+    ids["dflash_config.mask_token_id"] = top.nested("dflash_config", DFLASH_CONFIG).get("mask_token_id")
+    listed = {name: token for name, token in ids.items() if token is not None}
+    if len(set(listed.values())) < 2:
+        return None
+    return Deviation(
+        f"the mask token is {' and '.join(f'{token} in {name}' for name, token in listed.items())}",
+        "versions of vLLM read different ones of these fields: with a wrong one, only the first drafted token is "
+        "accepted as before",
+        "set all of them to the mask token of training",
+    )
