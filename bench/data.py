@@ -85,8 +85,8 @@ def write_conversations(file: Path, options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace) -> dict:
     """One start, with the sources and the cache in the directory `options.measure`."""
-    from fledge.data.dataset import Rows
     from fledge.data.documents import fingerprint
+    from fledge.data.pack import Rows
     from fledge.data.template import ChatTemplate
     from fledge.data.token_cache import DataRequest, load_data
     from fledge.data.vocab import choose_vocabulary

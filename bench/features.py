@@ -32,8 +32,8 @@ import torch
 from common import SHAPES, random_draft, seconds, write_random_features
 
 from fledge.config import DraftConfig
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record

@@ -32,8 +32,8 @@ import torch
 from common import SHAPES, peak_tflops, profile, write_random_features
 from decode import random_target
 
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document
+from fledge.data.pack import Rows
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.states.cache import FeatureCache

@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document
+from fledge.data.pack import Rows
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.states.vllm.command import serve_words

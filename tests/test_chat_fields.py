@@ -13,9 +13,9 @@ import pytest
 
 from fledge.data.answering import reasoning_field, split_conversation, stops_at_tool
 from fledge.data.chat_fields import RenderedFields, as_sent, prepared
-from fledge.data.dataset import make_documents
 from fledge.data.record import Record, parse_record
 from fledge.data.template import ChatTemplate
+from fledge.data.tokenize import make_documents
 from fledge.measure.prompts import prompt_of
 from support.targets import CHATML, tiny_tokenizer
 

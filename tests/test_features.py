@@ -20,8 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document
+from fledge.data.pack import Rows
 from fledge.io.display import format_bytes
 from fledge.io.files import exclusive_lock
 from fledge.methods import CHOICES

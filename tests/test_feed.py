@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fledge import train_draft
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.io.display import ProgressDisplay, ResultPrinter
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target

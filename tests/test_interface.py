@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fledge as api
 from fledge import drafts as models
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.decode.engine import Engine
 from fledge.drafts.draft import Draft
 from fledge.measure.prompts import EvalPrompt

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from fledge.data.dataset import make_documents
 from fledge.data.read import read_records
 from fledge.data.template import ChatTemplate
+from fledge.data.tokenize import make_documents
 from fledge.measure.prompts import read_prompts
 from fledge.targets.loading import load_target
 from support.chats import tiny_chats

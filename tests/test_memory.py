@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft
 from fledge.ops.loss import KINDS

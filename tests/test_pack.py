@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fledge.data.dataset import Rows, make_documents
 from fledge.data.documents import Document, windows
-from fledge.data.pack import FILLER_LENGTH, make_row, pack
+from fledge.data.pack import FILLER_LENGTH, Rows, make_row, pack
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
+from fledge.data.tokenize import make_documents
 from fledge.data.vocab import choose_vocabulary
 from support.rows import live_by_definition
 from support.targets import tiny_tokenizer

@@ -11,8 +11,8 @@ import pytest
 
 from fledge.commands.evaluate import EvalOptions
 from fledge.commands.features import FeaturesOptions
-from fledge.data.presets import PRESETS, shadowed_presets
 from fledge.data.read import check_source, read_records, with_columns
+from fledge.data.sources import PRESETS, shadowed_presets
 from fledge.measure.prompts import DEFAULT_PROMPTS, PROMPT_SETS, read_prompts
 from fledge.options import option_fields
 from fledge.regenerate.options import RegenerateOptions

@@ -28,7 +28,7 @@ from fledge.check.probe import read_probe
 from fledge.commands import features as features_job
 from fledge.commands.features import FeaturesOptions
 from fledge.commands.train import _run_as_rank
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import WEIGHTS, write_files
 from fledge.io.display import ProgressDisplay

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.drafts.weights import load_draft
 from fledge.io import display as display_module
 from fledge.io.files import sha256_of
@@ -104,7 +104,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # before any parallel region, so that forking is safe
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory

@@ -21,10 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from fledge.data import documents, token_cache, token_store, tokenize
-from fledge.data.dataset import EpochRows, Rows
+from fledge.data import documents, token_cache, tokenize
 from fledge.data.documents import Document, DocumentTable, TokenFile, fingerprint, windows
-from fledge.data.pack import pack
+from fledge.data.pack import EpochRows, Rows, pack
 from fledge.data.read import read_records
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
@@ -285,10 +284,10 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "why"),
     [
-        (token_store.TOKENS, truncate, "the SHA-256 of tokens.bin is not the one in SHA256SUMS"),
-        (token_store.TOKENS, flip, "the SHA-256 of tokens.bin"),
-        (token_store.SPANS, flip, "the SHA-256 of spans.bin"),
-        (token_store.SPANS, Path.unlink, "No such file or directory"),
+        (documents.TOKENS, truncate, "the SHA-256 of tokens.bin is not the one in SHA256SUMS"),
+        (documents.TOKENS, flip, "the SHA-256 of tokens.bin"),
+        (documents.SPANS, flip, "the SHA-256 of spans.bin"),
+        (documents.SPANS, Path.unlink, "No such file or directory"),
         (token_cache.TABLE, flip, "the SHA-256 of documents.npz"),
         (token_cache.MANIFEST, flip, "the SHA-256 of manifest.json"),
         (token_cache.SUMS, lambda f: f.write_text(""), "the SHA-256 of manifest.json"),
@@ -428,8 +427,8 @@ def test_data_that_was_made_while_the_lock_was_taken_is_not_made_again(tmp_path:
 
 READER = """
 import pickle, sys
-from fledge.data.dataset import Rows
 from fledge.data.documents import fingerprint
+from fledge.data.pack import Rows
 for file in sys.argv[1:]:
     table = pickle.load(open(file, "rb"))
     print(fingerprint(table), len(Rows(table, 64, 0).epoch(0)), flush=True)
@@ -480,7 +479,7 @@ def test_memory_does_not_grow_with_a_file_that_is_read(tmp_path: Path) -> None:
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
     """Lets a file take so many writes, and the half of one more."""
-    write, left = token_store._write, [writes]
+    write, left = documents._write, [writes]
 
     def fail(file, data: memoryview) -> None:
         left[0] -= 1
@@ -489,7 +488,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, data)
 
-    monkeypatch.setattr(token_store, "_write", fail)
+    monkeypatch.setattr(documents, "_write", fail)
 
 
 @pytest.mark.parametrize("writes", [0, 1, 4, 7])

@@ -21,9 +21,8 @@ from fledge.check.probe import (
     rounded_copy,
     spacings,
 )
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document
-from fledge.data.pack import make_row
+from fledge.data.pack import Rows, make_row
 from fledge.drafts.draft import Draft
 from fledge.measure.prompts import spread
 from fledge.options import default_new_tokens

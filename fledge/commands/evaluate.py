@@ -98,7 +98,7 @@ def run(
     from fledge import __version__
     from fledge.commands.decoding import prepare_rounds
     from fledge.commands.evaluate_ways import load_engines, names, ways
-    from fledge.data.presets import shadowed_presets
+    from fledge.data.sources import shadowed_presets
     from fledge.decode.propose import Drafting
     from fledge.drafts.weights import draft_sha256, open_draft, read_draft_config
     from fledge.io.machine import command, restoring_signals

@@ -20,8 +20,8 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     Lines are written as the answers come, and put into the order of the data when all are there.
     """
     from fledge.data.answering import stops_at_tool
-    from fledge.data.presets import shadowed_presets
     from fledge.data.read import read_records, with_columns
+    from fledge.data.sources import shadowed_presets
     from fledge.regenerate.loop import regenerate
 
     if not options.data:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fledge.data.chat_fields import MARK, REASONING_FIELDS
-from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
-
-if TYPE_CHECKING:
-    from fledge.data.template import ChatTemplate
+from fledge.data.template import ChatTemplate, EndlessTemplate
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character, or not yet, are decoded to
 TOOL_ROLES = ("tool", "ipython", "function")  # of messages with the result of a tool call

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fledge.data.limit import EndlessTemplate
 from fledge.io.fields import parse_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -35,7 +34,7 @@ LOSSES = {
 }
 
 Message = dict[str, Any]
-Render = Callable[[list[Message], list[Any] | None], str]
+Render = Callable[[list[Message], list[Any] | None], str | None]
 
 
 @dataclass(frozen=True)
@@ -55,32 +54,23 @@ class RenderedFields:
 
 
 def ask_template(render: Render) -> RenderedFields:
-    """Finds out what a template renders, by rendering a few chats. `render` renders messages with tools, and raises
-    ValueError if the template refuses them. Raises EndlessTemplate, as `render` does."""
-
+    """Finds out what a template renders, by rendering a few chats. `render` renders messages with tools, and returns
+    None if the template refuses them."""
     parts: frozenset[str] = frozenset()
 
     def rendered(messages: list[Message], tools: list[Any] | None = None) -> str | None:
-        try:
-            return render([_with_parts(m, parts) for m in messages], tools)
-        except EndlessTemplate:  # the next chat would take as long
-            raise
-        except ValueError:
-            return None
+        return render([_with_parts(m, parts) for m in messages], tools)
+
+    def shows(messages: list[Message]) -> bool:
+        return MARK in (rendered(messages) or "")
 
     for role, before, after in (("user", [], []), ("system", [], [ASKED]), ("assistant", [ASKED], [])):
         chat = [*before, {"role": role, "content": MARK}, *after]
-        if MARK not in (rendered(chat) or ""):
+        if not shows(chat):
             asked, parts = parts, parts | {role}
-            parts = parts if MARK in (rendered(chat) or "") else asked
-    reasoning = next(
-        (
-            name
-            for name in REASONING_FIELDS
-            if MARK in (rendered([ASKED, {"role": "assistant", "content": "b", name: MARK}]) or "")
-        ),
-        None,
-    )
+            parts = parts if shows(chat) else asked
+    answers = {name: [ASKED, {"role": "assistant", "content": "b", name: MARK}] for name in REASONING_FIELDS}
+    reasoning = next((name for name, chat in answers.items() if shows(chat)), None)
     calls, json_arguments, null_content = _ask_for_calls(rendered)
     with_tools = rendered([ASKED], [TOOL])
     tools = with_tools is None or MARK in with_tools

@@ -1,16 +1,18 @@
 """Tokenized documents, their windows, and a table of documents that holds arrays, in memory or in files, and no Python
-object per document. Torch is not imported here, for tokenizing processes to start fast."""
+object per document. Torch is not imported here, so that tokenizing processes start fast."""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+
+from fledge.io.files import disk_full_errno
 
 ITEM_BYTES = 4  # tokens and spans are int32
 RELEASE_BYTES = 1 << 26  # when so many bytes may have been mapped, a `TokenFile` gives its pages back
@@ -78,29 +80,21 @@ class TokenCounts:
     seen_V: np.ndarray
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What training asks about all documents together: their `fingerprint`, and how often each token occurs."""
-
-    sha256: str
-    counts: TokenCounts
-
-
 class DocumentTable(Sequence[Document]):
     """Documents in `tokens` and `spans`, which hold those of all documents one after the other.
 
     Document i is the `lengths[i]` values from `starts[i]` on, `supervised[i]` of them in spans; two documents may be
-    the same values. `starts` is int64 [D], `lengths` and `supervised` are int32 [D]. `summary` is known for documents
-    that were made by an earlier run.
+    the same values. `starts` is int64 [D], `lengths` and `supervised` are int32 [D]. `sha256`, the `fingerprint`, and
+    `counts` are known for documents that were made by an earlier run.
     """
 
     def __init__(
         self, tokens: TokenFile | np.ndarray, spans: TokenFile | np.ndarray, starts: np.ndarray, lengths: np.ndarray,
-        supervised: np.ndarray, summary: Summary | None = None,
+        supervised: np.ndarray, sha256: str | None = None, counts: TokenCounts | None = None,
     ):  # fmt: skip
         self.tokens, self.spans = tokens, spans
         self.starts, self.lengths, self.supervised = starts, lengths, supervised
-        self.summary = summary
+        self.sha256, self.counts = sha256, counts
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -129,9 +123,81 @@ def supervised_of(documents: Sequence[Document]) -> np.ndarray:
 
 def fingerprint(documents: Sequence[Document]) -> str:
     """SHA-256 of the tokens and spans of all documents, in hexadecimal."""
-    if isinstance(documents, DocumentTable) and documents.summary is not None:
-        return documents.summary.sha256
+    if isinstance(documents, DocumentTable) and documents.sha256 is not None:
+        return documents.sha256
     digest = hashlib.sha256()
     for d in documents:
         digest.update(d.tokens.tobytes() + d.spans.tobytes())
     return digest.hexdigest()
+
+
+# -- documents that are being made --------------------------------------------------------------------------------
+
+TOKENS, SPANS = "tokens.bin", "spans.bin"
+
+
+class TokenStore:
+    """Tokens and spans of documents, which are appended batch by batch to two files in a directory, or kept in memory.
+
+    If the disk gets full, what was written is read back into memory, the files are emptied, and `say` is called with a
+    message; `in_memory` is True from then on.
+    """
+
+    def __init__(self, directory: Path | None = None, say: Callable[[str], None] = lambda line: None):
+        self.directory, self.say, self.count = directory, say, 0
+        self._memory = [bytearray(), bytearray()]  # of tokens and of spans
+        # without buffers, so that it is known what was written when a disk is full
+        self._files: list[BinaryIO] = (
+            [(directory / name).open("w+b", buffering=0) for name in (TOKENS, SPANS)] if directory else []
+        )
+
+    @property
+    def in_memory(self) -> bool:
+        return not self._files
+
+    def append(self, tokens: np.ndarray, spans: np.ndarray) -> None:
+        """Appends int32 values of equal length. Raises OSError if a file cannot be written for other reasons than a
+        full disk."""
+        if self._files:
+            try:
+                for file, values in zip(self._files, (tokens, spans), strict=True):
+                    _write(file, memoryview(values).cast("B"))
+            except OSError as e:
+                if disk_full_errno(e) is None:
+                    raise
+                self._move_to_memory(e)
+        if self.in_memory:
+            for memory, values in zip(self._memory, (tokens, spans), strict=True):
+                memory += values.tobytes()
+        self.count += len(tokens)
+
+    def finish(self) -> tuple[TokenFile | np.ndarray, TokenFile | np.ndarray]:
+        """The tokens and the spans. Nothing can be appended afterwards."""
+        if self.in_memory:
+            tokens, spans = (np.frombuffer(memory, dtype=np.int32) for memory in self._memory)
+            return tokens, spans
+        self.close()
+        return TokenFile(self.directory / TOKENS, self.count), TokenFile(self.directory / SPANS, self.count)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _move_to_memory(self, error: OSError) -> None:
+        self.say(
+            f"no space for the data cache in {self.directory.parent} ({error.strerror}): the tokens are kept in "
+            "memory, and the next run makes them again; fledge train --data-cache names another directory"
+        )
+        size = self.count * ITEM_BYTES
+        for file, memory in zip(self._files, self._memory, strict=True):
+            file.seek(0)
+            while len(memory) < size:
+                memory += file.read(min(size - len(memory), 1 << 24))
+            file.truncate(0)
+        self.close()
+        self._files = []
+
+
+def _write(file: BinaryIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]

@@ -1,15 +1,16 @@
-"""Packing complete documents into rows of a fixed length."""
+"""Packing complete documents into rows of a fixed length. Each epoch packs them in an order drawn from a seed."""
 
 from __future__ import annotations
 
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
-from fledge.data.documents import Document, lengths_of
+from fledge.data.documents import Document, lengths_of, supervised_of
 from fledge.types import Packed
 
 
@@ -66,3 +67,79 @@ def make_row(
     rest = np.arange(row_length - at)
     position[at:], doc[at:] = rest % FILLER_LENGTH, -1 - rest // FILLER_LENGTH
     return Packed(*map(torch.from_numpy, (token, span, position, doc)), tuple(sources))
+
+
+# -- rows of epochs -----------------------------------------------------------------------------------------------
+
+
+class EpochRows(Sequence[list[int]]):
+    """The document indices of each row of an epoch, held as two arrays."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]):
+        self.ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+        self.documents = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, i: int) -> list[int]:
+        end = self.ends[i]  # raises IndexError after the last row
+        return self.documents[self.ends[i - 1] if i % len(self) else 0 : end].tolist()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EpochRows) and list(self) == list(other)
+
+
+class Rows:
+    """The packed rows of all epochs, addressed by (epoch, index of the row within the epoch)."""
+
+    def __init__(self, documents: Sequence[Document], row_length: int, seed: int):
+        self.documents, self.row_length, self.seed = documents, row_length, seed
+        self._lengths, self._supervised = lengths_of(documents), supervised_of(documents)
+        self._epochs: dict[int, EpochRows] = {}  # the latest epoch and the one before it
+
+    def epoch(self, epoch: int) -> EpochRows:
+        """The document indices of each row of an epoch."""
+        if epoch not in self._epochs:
+            previous = {e: rows for e, rows in self._epochs.items() if e == epoch - 1}
+            packed = pack(self.documents, self.row_length, seed=self.seed * 1_000_003 + epoch)
+            self._epochs = previous | {epoch: EpochRows(packed)}
+        return self._epochs[epoch]
+
+    def __getitem__(self, address: tuple[int, int]) -> Packed:
+        epoch, i = address
+        indices = self.epoch(epoch)[i]
+        return make_row([self.documents[j] for j in indices], self.row_length, sources=indices)
+
+    def tokens(self, address: tuple[int, int]) -> int:
+        """The number of tokens in a row, without filler."""
+        epoch, i = address
+        return int(self._lengths[self.epoch(epoch)[i]].sum())
+
+    def supervised(self, address: tuple[int, int]) -> int:
+        """The number of supervised tokens in a row, which its training step's time grows with."""
+        epoch, i = address
+        return int(self._supervised[self.epoch(epoch)[i]].sum())
+
+    def next(self, address: tuple[int, int]) -> tuple[int, int]:
+        """The address of the next row: in the same epoch, or the first of the next epoch."""
+        epoch, i = address
+        return (epoch, i + 1) if i + 1 < len(self.epoch(epoch)) else (epoch + 1, 0)
+
+    def longest(self) -> int:
+        """The number of tokens of the longest document."""
+        return int(self._lengths.max())
+
+    def heaviest(self) -> list[Packed]:
+        """The rows of the first epoch that need the most memory in a training step: one or two rows.
+
+        They are the row with the most supervised tokens, and the row with the longest document if it is a different
+        one. Later epochs are packed differently, and one of their rows may need more.
+        """
+        epoch = self.epoch(0)
+        starts = epoch.ends - np.diff(epoch.ends, prepend=0)
+        supervised = np.add.reduceat(self._supervised[epoch.documents], starts)
+        longest = np.maximum.reduceat(self._lengths[epoch.documents], starts)
+        most = int(supervised.argmax())
+        indices = [most] if longest[most] == longest.max() else [most, int(longest.argmax())]
+        return [self[0, i] for i in indices]

@@ -1,23 +1,23 @@
-"""Reading records from files and hub data sets, with file and line for error messages."""
+"""Reading records from files and hub data sets, with file and line for error messages; and which of them are trained
+on, in which order, and which are held out."""
 
 from __future__ import annotations
 
 import functools
 import glob
+import hashlib
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fledge.data.columns import check_columns, map_columns, parse_columns
-from fledge.data.presets import find_hub_data, is_preset
-from fledge.data.record import LAYOUTS, Record, parse_record
+from fledge.data.record import LAYOUTS, Record, check_columns, map_columns, parse_columns, parse_record
 from fledge.data.rows import file_rows, is_readable, without_nulls
-from fledge.data.sources import Source, is_local
+from fledge.data.sources import Source, find_hub_data, is_local, is_preset
 from fledge.io.fields import read_json
 
 AnySource = str | Mapping[str, Any] | Source  # the forms that `Source.parse` takes
@@ -114,8 +114,9 @@ def read_records(
 
 def with_columns(sources: Sequence[AnySource], columns: str | None) -> list[AnySource]:
     """The sources with the mapping that --columns gives, except presets and those that have one of their own."""
-    if (mapping := parse_columns(columns)) is None:
+    if columns is None:
         return list(sources)
+    mapping = parse_columns(columns)
     parsed = [Source.parse(source) for source in sources]
     return [str(s if s.columns or is_preset(s.path) else replace(s, columns=mapping)) for s in parsed]
 
@@ -192,3 +193,86 @@ def _saved(file: Path, key: str) -> list[Any] | None:
         return None
     listed = found.get(key) if isinstance(found, dict) else None
     return listed if isinstance(listed, list) else None
+
+
+# -- which records are trained on ---------------------------------------------------------------------------------
+
+MIN_RECORDS_PER_HELD_OUT = 10  # data with fewer records for each record to hold out is used for training only
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The records to train on and those held out, as indices of the readable records of all sources, in order.
+
+    `order` are the records to train on, int64; with a share above 1, a record occurs several times. `held_out` are the
+    others, int64. `records` is their number before records were held out, `copies` that of the records with the same
+    content as a held-out record, which are not trained on either. `refused` are the reasons of unreadable records.
+    """
+
+    sources: Sequence[SourceReader]
+    order: np.ndarray
+    held_out: np.ndarray
+    records: int
+    copies: int
+    refused: list[str] = field(default_factory=list)
+
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """The records to train on, each once and ascending, and the positions of `order` among them; both int64."""
+        return np.unique(self.order, return_inverse=True)
+
+    def read(self, held_out: dict[int, Record]) -> Iterator[Record]:
+        """Reads the sources again and yields each record of `distinct`. Puts the held-out records into `held_out`, by
+        their indices."""
+        wanted = np.concatenate([self.order, self.held_out])
+        trained, kept = np.zeros(wanted.max() + 1, dtype=bool), set(self.held_out.tolist())
+        trained[self.order] = True
+        skip = (lambda reason: None) if self.refused else None
+        records = (record for source in self.sources for record in source.records(skip))
+        for record, (i, used) in zip(records, enumerate(trained), strict=False):
+            if i in kept:
+                held_out[i] = record
+            if used:
+                yield record
+
+
+def select(
+    sources: Sequence[SourceReader],
+    seed: int,
+    *,
+    skip_bad: bool,
+    hold_out: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Selection:
+    """Reads all sources and decides which records are trained on. Records are not kept; `Selection.read` reads them
+    again. `advance` is called after each record.
+
+    With at least MIN_RECORDS_PER_HELD_OUT * `hold_out` records, `hold_out` of them are drawn by `seed` and held out,
+    unless no record would be left to train on. Raises ValueError as `read_records` does.
+    """
+    refused: list[str] = []
+    orders, contents, first = [], bytearray(), 0
+    for source in sources:
+        reasons: list[str] = []
+        count = 0
+        for record in source.records(reasons.append if skip_bad else None):
+            count += 1
+            if hold_out:
+                contents += hashlib.blake2b(record.content_key().encode(), digest_size=16).digest()
+            advance()
+        orders.append(first + source.order(count, reasons, seed))
+        refused += reasons
+        first += count
+    order = np.concatenate(orders)
+    everything = Selection(sources, order, order[:0], len(order), 0, refused)
+    if not hold_out or len(order) < MIN_RECORDS_PER_HELD_OUT * hold_out:
+        return everything
+    chosen = sorted(random.Random(seed).sample(range(len(order)), hold_out))
+    held_out = order[chosen]
+    content = np.frombuffer(contents, dtype=np.int64).reshape(-1, 2)  # a row of two numbers for each record
+    same = np.zeros(first, dtype=bool)
+    for i in held_out:
+        same |= (content == content[i]).all(1)
+    others = order[~same[order]]
+    if not len(others):
+        return everything
+    return Selection(sources, others, held_out, len(order), len(order) - len(others) - len(held_out), refused)

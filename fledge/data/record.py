@@ -1,15 +1,15 @@
-"""Parsing and validating data rows: each becomes a conversation, a text, or user turns without answers."""
+"""Parsing and validating data rows: each becomes a conversation, a text, or user turns without answers. The columns of
+a row may have other names than those of fledge's layouts."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
-from fledge.data.columns import suggestion
 from fledge.io.fields import check_template_kwargs, parse_json
 
 SHAREGPT_ROLES = {
@@ -323,3 +323,65 @@ def _short(value: Any) -> str:
 _SHORT = reprlib.Repr()  # unlike repr(), it also limits the depth
 _SHORT.maxstring = _SHORT.maxother = 60
 _SHORT.maxlist = 12
+
+
+# -- columns with other names -------------------------------------------------------------------------------------
+
+COLUMNS = (
+    "messages", "conversations", "turns", "prompt", "completion", "instruction", "input", "output", "history", "text",
+    "system", "tools", "chat_template_kwargs",
+)  # fmt: skip
+BESIDE = ("system", "tools", "chat_template_kwargs")  # the columns that are read by these names beside mapped ones
+MOST_SHOWN = 20  # columns that a message lists
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """--columns as a mapping of names in fledge's layouts to names of columns. Raises ValueError if it is not a list of
+    such pairs."""
+    mapping: dict[str, str] = {}
+    for pair in text.split(","):
+        name, _, column = (part.strip() for part in pair.partition("="))
+        if not (name and column):
+            raise ValueError(
+                f"--columns {text} is not a list of NAME=COLUMN, such as messages=dialog, or "
+                "prompt=question,completion=answer"
+            )
+        if name in mapping:
+            raise ValueError(f"--columns {text} has {name} twice")
+        mapping[name] = column
+    return check_columns(mapping, "--columns")
+
+
+def check_columns(columns: dict[str, str], what: str) -> dict[str, str]:
+    """Returns a mapping if all its keys are names of fledge's layouts. Raises ValueError, calling it `what`."""
+    if unknown := next((name for name in columns if name not in COLUMNS), None):
+        swapped = f"; write {columns[unknown]}={unknown}" if columns[unknown] in COLUMNS else ""
+        raise ValueError(f"{what}: {unknown} is not a name that fledge reads ({', '.join(COLUMNS)}){swapped}")
+    return columns
+
+
+def map_columns(row: Any, columns: Mapping[str, str], where: str) -> Any:
+    """A row under the names of fledge's layouts: the mapped columns, and BESIDE.
+
+    Raises ValueError, listing the columns that the row has, if it lacks one that is mapped.
+    """
+    if not isinstance(row, dict):
+        return row
+    if missing := next((column for column in columns.values() if column not in row), None):
+        found = ", ".join(list(row)[:MOST_SHOWN])
+        raise ValueError(f"{where} has no column {missing}, which `columns` names; its columns are {found}")
+    beside = {name: row[name] for name in BESIDE if name in row and name not in columns}
+    return beside | {name: row[column] for name, column in columns.items()}
+
+
+def suggestion(row: Mapping[str, Any]) -> str:
+    """The mapping to try for a row that has none of fledge's layouts: one that fits the types of its columns."""
+    lists = [k for k, v in row.items() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)]
+    texts = [k for k, v in row.items() if isinstance(v, str)]
+    asked = next((k for k in texts if k.lower() in ("question", "query", "problem", "user", "input", "context")), None)
+    told = next((k for k in texts if k.lower() in ("answer", "response", "solution", "assistant", "output")), None)
+    if lists:
+        return f"messages={lists[0]}"
+    if asked and told:
+        return f"instruction={asked},output={told}"
+    return "messages=COLUMN, or instruction=COLUMN,output=COLUMN"

@@ -232,35 +232,29 @@ def _csv(path: Path) -> Iterator[Row]:
             yield {name: value or None for name, value in row.items()}, f"{path}, row {number}"
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _batches(path: Path) -> Iterator[Any]:
+    """The record batches of a Parquet file, an Arrow file, or an Arrow stream, which `datasets` writes."""
     import pyarrow.parquet
 
-    return _table_rows(path, lambda: pyarrow.parquet.ParquetFile(path).iter_batches(BATCH_ROWS))
+    if path.suffix == ".parquet":
+        yield from pyarrow.parquet.ParquetFile(path).iter_batches(BATCH_ROWS)
+        return
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            table = pyarrow.ipc.open_file(source)
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            yield from pyarrow.ipc.open_stream(source)
+        else:
+            yield from map(table.get_batch, range(table.num_record_batches))
 
 
-def _arrow(path: Path) -> Iterator[Row]:
-    """The rows of an Arrow file, or of an Arrow stream, which `datasets` writes."""
-    import pyarrow
-
-    def batches() -> Iterator[pyarrow.RecordBatch]:
-        with pyarrow.memory_map(str(path)) as source:
-            try:
-                table = pyarrow.ipc.open_file(source)
-            except pyarrow.ArrowInvalid:
-                source.seek(0)
-                yield from pyarrow.ipc.open_stream(source)
-            else:
-                yield from map(table.get_batch, range(table.num_record_batches))
-
-    return _table_rows(path, batches)
-
-
-def _table_rows(path: Path, batches: Any) -> Iterator[Row]:
+def _table(path: Path) -> Iterator[Row]:
     import pyarrow
 
     number = 0
     try:
-        for batch in batches():
+        for batch in _batches(path):
             batch.validate(full=True)  # damaged offsets would crash the process
             for start in range(0, len(batch), BATCH_ROWS):
                 for row in batch.slice(start, BATCH_ROWS).to_pylist():
@@ -273,18 +267,16 @@ def _table_rows(path: Path, batches: Any) -> Iterator[Row]:
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """A row of a table without the nulls within its columns: all objects of a column have the same fields there, and
     those that an object lacks are null. A message's content stays, since it may be meant to be null."""
-    return {name: _without_nulls(value) for name, value in row.items()}
 
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: without(v) for k, v in value.items() if v is not None or k == "content"}
+        return [without(v) for v in value] if isinstance(value, list) else value
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
-    if isinstance(value, list):
-        return [_without_nulls(v) for v in value]
-    return value
+    return {name: without(value) for name, value in row.items()}
 
 
 _READERS = {
-    ".jsonl": _lines, ".ndjson": _lines, ".json": _json, ".txt": _text, ".csv": _csv, ".parquet": _parquet,
-    ".arrow": _arrow,
+    ".jsonl": _lines, ".ndjson": _lines, ".json": _json, ".txt": _text, ".csv": _csv, ".parquet": _table,
+    ".arrow": _table,
 }  # fmt: skip

@@ -1,4 +1,5 @@
-"""The data sources of a run as options write them: the path or hub id, which share of it, and how its rows are read.
+"""The data sources of a run as options write them: the path or hub id, which share of it, and how its rows are read;
+and data sets of the hub, of which some are known by name.
 
 A source without options of its own is a text, `PATH[@SHARE]`. One with options is a mapping, the same in a recipe, in
 Python and, as JSON, on the command line:
@@ -13,13 +14,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from fledge.io.fields import check_template_kwargs, format_value, parse_json
+from fledge.io.fields import check_template_kwargs, first_line, format_value, parse_json
+from fledge.io.hub import quiet_hub
 
 READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
 COMPRESSED = (".gz", ".zst")  # suffixes after those of texts
@@ -124,22 +126,91 @@ def _from_mapping(given: Mapping[str, Any]) -> Source:
         if not number or not 0 < asked <= MAX_SHARE:
             raise ValueError(f"{shown}: `share` must be a number above 0 and at most {MAX_SHARE}")
         name, share = path, float(asked)
-    return Source(name, share, _template_kwargs(given, shown), _columns(given, shown))
-
-
-def _template_kwargs(given: Mapping[str, Any], shown: str) -> dict[str, Any] | None:
-    kwargs = given.get("template_kwargs")
-    if kwargs is None:
-        return None
+    kwargs, columns = ({} if given.get(key) is None else given[key] for key in ("template_kwargs", "columns"))
     if not isinstance(kwargs, dict):
         raise ValueError(f"{shown}: `template_kwargs` must be a mapping such as {{enable_thinking: false}}")
-    return check_template_kwargs(kwargs, f"{shown}: `template_kwargs`") or None
-
-
-def _columns(given: Mapping[str, Any], shown: str) -> dict[str, str] | None:
-    columns = given.get("columns")
-    if columns is None:
-        return None
+    check_template_kwargs(kwargs, f"{shown}: `template_kwargs`")
     if not isinstance(columns, dict) or not all(isinstance(x, str) and x for x in (*columns, *columns.values())):
         raise ValueError(f"{shown}: `columns` must map names to names, such as {{messages: dialog}}")
-    return columns or None
+    return Source(name, share, kwargs or None, columns or None)
+
+
+# -- data sets of the hub -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A data set of the hub.
+
+    `split` is read, and `prompt_split` where prompts are asked for (None: the same one). `terms` is its licence or what
+    else to know before using it, for the documentation. `columns` maps names of fledge's layouts to its columns; None
+    if they already have these names. `name` is what the user wrote.
+    """
+
+    hub_id: str
+    split: str
+    terms: str = ""
+    config: str | None = None
+    columns: dict[str, str] | None = None
+    prompt_split: str | None = None
+    revision: str | None = None
+    name: str = ""
+
+    def load(self) -> Any:
+        """The data set, a `datasets.Dataset`. Raises ValueError if it cannot be loaded."""
+        import datasets
+
+        where = filter(None, (self.hub_id, self.config))
+        try:
+            with quiet_hub():
+                return datasets.load_dataset(*where, split=self.split, revision=self.revision, trust_remote_code=False)
+        except Exception as e:  # offline, unknown, gated or moved: each raises another type
+            known = "not a local file" if self.hub_id in self.name else f"{self.hub_id} on the hub"
+            raise ValueError(
+                f"{self.name} is {known} and cannot be loaded from the hub: {first_line(e)}. Check its name, and load "
+                "it once where the hub can be reached (the datasets library then keeps it)"
+            ) from e
+
+
+# those that drafts are usually trained on, by name; a source may name another split
+PRESETS: dict[str, HubData] = {
+    "sharegpt": HubData(
+        "Aeala/ShareGPT_Vicuna_unfiltered", "train",
+        "conversations that users of ChatGPT shared; OpenAI's terms may apply. Some have no messages, so "
+        "fledge train needs --skip-bad",
+    ),
+    "ultrachat": HubData("HuggingFaceH4/ultrachat_200k", "train_sft", "MIT", prompt_split="test_sft"),
+    "perfectblend": HubData("mlabonne/open-perfectblend", "train", "Apache-2.0"),
+    "magpie": HubData("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "train", "Llama 3.1 community licence"),
+    "openhermes": HubData("teknium/OpenHermes-2.5", "train", "a collection; its sources have licences of their own"),
+    "nemotron": HubData(
+        "nvidia/Llama-Nemotron-Post-Training-Dataset", "chat",
+        "CC BY 4.0, a part under other licences (column license). The splits code, math and science are far larger",
+        config="SFT", columns={"prompt": "input", "completion": "output", "system": "system_prompt"},
+    ),
+}  # fmt: skip
+
+
+def find_hub_data(name: str, *, prompts: bool = False) -> HubData:
+    """What `name[@revision][:split]` stands for: one of PRESETS, or a data set of the hub. With `prompts`, a preset's
+    split for prompts is the default."""
+    parts = HUB_ID.fullmatch(name)
+    known = PRESETS.get(parts["name"]) or HubData(parts["name"], "train")
+    split = parts["split"] or (known.prompt_split if prompts else None) or known.split
+    return replace(known, split=split, revision=parts["revision"], name=name)
+
+
+def is_preset(path: str) -> bool:
+    """Whether a source's path names one of PRESETS, and no file has that name."""
+    parts = HUB_ID.fullmatch(path)
+    return parts is not None and parts["name"] in PRESETS and not Path(path).exists()
+
+
+def shadowed_presets(sources: Sequence[Any]) -> list[str]:
+    """A message for each source that is a local file or directory with the name of a preset."""
+    paths = [Source.parse(source).path for source in sources]
+    return [
+        f"{path} is read from the disk; the data set of that name is {PRESETS[path].hub_id}"
+        for path in paths
+        if path in PRESETS and Path(path).exists()
+    ]

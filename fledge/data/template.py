@@ -7,10 +7,13 @@ import difflib
 import functools
 import json
 import re
+import signal
+import threading
 import traceback
 import warnings
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
 from typing import Any
@@ -29,7 +32,6 @@ from fledge.data.chat_fields import (
     prepared,
 )
 from fledge.data.documents import Document
-from fledge.data.limit import ComputeTimeout, EndlessTemplate, limit_compute_time
 from fledge.data.record import Record, check_messages, check_text
 from fledge.io.fields import check_template_kwargs
 
@@ -40,6 +42,14 @@ MANY_TURNS = 16  # chats with at least this many turns try `_find_turns`, which 
 
 class TemplateWarning(UserWarning):
     """A chat template does not read a variable that was given for it, or a prompt has a special token twice."""
+
+
+class EndlessTemplate(ValueError):
+    """A chat template was stopped because it had used up its CPU time. No other record is rendered with it."""
+
+
+class ComputeTimeout(Exception):
+    """Raised by `limit_compute_time` inside a block that has used up its CPU time."""
 
 
 class ChatTemplate:
@@ -80,8 +90,18 @@ class ChatTemplate:
         if key not in self._known_fields:
             if len(self._known_fields) == MOST_KNOWN:  # each row of some data has arguments of its own
                 self._known_fields.clear()
-            self._known_fields[key] = ask_template(lambda messages, tools: self._apply(messages, False, tools, where))
+            self._known_fields[key] = ask_template(lambda messages, tools: self._unless_refused(messages, tools, where))
         return self._known_fields[key]
+
+    def _unless_refused(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> str | None:
+        """Rendered messages; None if the template refuses them. Raises EndlessTemplate, since the next chat would take
+        as long."""
+        try:
+            return self._apply(messages, False, tools, where)
+        except EndlessTemplate:
+            raise
+        except ValueError:
+            return None
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -379,6 +399,32 @@ class ChatTemplate:
         name = self.tokenizer.convert_ids_to_tokens(token)
         spaces = len(name) - len(name.lstrip("\u0120"))  # U+0120 represents a space in byte-level vocabularies
         return spaces if text[start - spaces : start] == " " * spaces and not text.startswith(" ", start) else 0
+
+
+@contextmanager
+def limit_compute_time(seconds: float) -> Iterator[None]:
+    """Context manager: raises ComputeTimeout inside the block after this process has used `seconds` of CPU time in it.
+
+    The timer counts user CPU time only, so a suspended or busy machine does not trigger it. Python delivers signals to
+    the main thread, and Windows has no such timer: in other threads and on Windows there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    _install_handler()
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, min(seconds, 1.0))  # repeats, in case the code catches it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+@functools.cache  # installing a handler takes ten times as long as setting the timer
+def _install_handler() -> None:
+    def stop(*_: Any) -> None:
+        raise ComputeTimeout
+
+    signal.signal(signal.SIGVTALRM, stop)
 
 
 def _common_prefix_length(a: str, b: str) -> int:

@@ -24,16 +24,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fledge.data.dataset import DataReport, make_documents
-from fledge.data.documents import DocumentTable, Summary, TokenCounts, TokenFile, fingerprint
-from fledge.data.read import SourceReader
+from fledge.data.documents import SPANS, TOKENS, DocumentTable, TokenCounts, TokenFile, TokenStore, fingerprint
+from fledge.data.read import SourceReader, select
 from fledge.data.record import Record
 from fledge.data.rows import format_of
-from fledge.data.selection import select
 from fledge.data.sources import Source, is_local
 from fledge.data.template import ChatTemplate
-from fledge.data.token_store import SPANS, TOKENS, TokenStore
-from fledge.data.tokenize import default_workers
+from fledge.data.tokenize import DataReport, default_workers, make_documents
 from fledge.data.vocab import count_tokens
 from fledge.io.fields import read_json
 from fledge.io.files import (
@@ -54,7 +51,6 @@ SETTLED_NS = 2_000_000_000  # a file that changed so recently may change again w
 
 Say = Callable[[str], None]
 Count = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
-Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -304,12 +300,11 @@ def _load(entry: Path, names: Sequence[str]) -> TrainingData:
             raise ValueError(f"the SHA-256 of {name} is not the one in {SUMS}")
     manifest = read_json(entry / MANIFEST)
     with np.load(entry / TABLE) as table:
-        counts = TokenCounts(table["supervised_V"], table["seen_V"])
         documents = DocumentTable(
             *(TokenFile(entry / name, manifest["tokens"]) for name in (TOKENS, SPANS)),
-            **{name: table[name] for name in ("starts", "lengths", "supervised")},
-            summary=Summary(manifest["sha256"], counts),
-        )
+            *(table[name] for name in ("starts", "lengths", "supervised")),
+            sha256=manifest["sha256"], counts=TokenCounts(table["supervised_V"], table["seen_V"]),
+        )  # fmt: skip
     report = DataReport(**manifest["report"])
     return TrainingData(
         documents=documents,
@@ -339,7 +334,7 @@ def _with_name(split: tuple[int, str], names: Sequence[str]) -> str:
 # -- hashes of data files ---------------------------------------------------------------------------------------------
 
 
-def stamp(file: Path) -> Stamp:
+def stamp(file: Path) -> tuple[int, int, int]:
     """Size and times (in nanoseconds) of the last change of a file's content and metadata."""
     stat = file.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -1,4 +1,5 @@
-"""Tokenizing records: batches of records become arrays, in this process or in several worker processes.
+"""Tokenizing records: batches of records become arrays, in this process or in several worker processes, and the arrays
+a table of documents.
 
 Workers are programs of their own (`work`). A forked worker could deadlock, as a copy of a process with threads.
 Processes of `multiprocessing` or `concurrent.futures` would run the user's script again, and would outlive a training
@@ -16,17 +17,17 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from fledge.data.documents import windows
-from fledge.data.limit import EndlessTemplate
+from fledge.data.chat_fields import LOSSES
+from fledge.data.documents import DocumentTable, TokenStore, windows
 from fledge.data.record import Record
-from fledge.data.template import ChatTemplate
+from fledge.data.template import ChatTemplate, EndlessTemplate
 
 BATCH_RECORDS, BATCH_CHARACTERS = 64, 1 << 18  # a batch ends when it has so many records, or so much text
 RECORDS_PER_WORKER = 5_000  # one process tokenizes so many short chats in the second or two in which a worker starts
@@ -243,3 +244,99 @@ def work(descriptor: int) -> None:
             except ValueError as e:
                 answer = str(e)
             connection.send(answer)
+
+
+# -- documents of records -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Statistics of `make_documents`, shown before training.
+
+    `windowed` documents were longer than a window, `refused` records could not be used, and `first_refusal` is the
+    reason for the first of them. `tokens` and `supervised` count the tokens of all documents. `losses` are the numbers
+    of records of which the chat template drops something, by the keys of LOSSES.
+    """
+
+    records: int
+    documents: int
+    windowed: int
+    refused: int
+    first_refusal: str
+    tokens: int
+    supervised: int
+    losses: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.records:,} records, {self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.supervised / max(self.tokens, 1):.0%} supervised"
+        )
+        text += f"; {self.windowed:,} longer than a window were split" if self.windowed else ""
+        text += "".join(f"; {n:,} records {LOSSES[kind]}" for kind, n in self.losses.items())
+        return text + (
+            f"; {self.refused:,} refused (--skip-bad), the first because: {self.first_refusal}" if self.refused else ""
+        )
+
+
+def make_documents(
+    records: Iterable[Record],
+    template: ChatTemplate,
+    max_length: int,
+    *,
+    skip_bad: bool = False,
+    skipped: Sequence[str] = (),
+    advance: Callable[[], None] = lambda: None,
+    order: np.ndarray | None = None,
+    store: TokenStore | None = None,
+    workers: int = 1,
+) -> tuple[DocumentTable, DataReport]:
+    """Tokenizes records, marks the assistant's spans, and splits documents into windows of `max_length` tokens.
+
+    A record that the template refuses raises ValueError; with `skip_bad` it is counted as refused instead. `skipped`
+    are the error messages of records that could not be read, and are counted as refused as well. `advance` is called
+    after each record. `order` are the indices of the records, int64, in the order of their documents; an index may
+    occur several times, and by default each occurs once. The tokens are put into `store` (default: memory) and made by
+    `workers` processes (see `tokenizing`). Raises ValueError if no record is usable.
+    """
+    store = store or TokenStore()
+    done: list[TokenizedBatch] = []
+    with tokenizing(Settings(template, max_length, skip_bad), workers) as tokenize:
+        for batch in tokenize(batches(records)):
+            store.append(batch.tokens, batch.spans)
+            done.append(batch.without_tokens())
+            for _ in range(len(batch.documents)):
+                advance()
+    made = TokenizedBatch.joined(done)
+    if order is None:
+        order = np.arange(len(made.documents))
+    times = np.bincount(order, minlength=len(made.documents))  # how often each record occurs
+    refused = [*skipped, *(reason for i, reason in made.refused.items() for _ in range(times[i]))]
+    count = len(order) + len(skipped)
+    of = _documents_of(order, made.documents)
+    if not len(of) and len(refused) == count:
+        raise ValueError(f"every record was refused, the first because: {refused[0]}")
+    if not len(of):
+        raise ValueError("no record has an assistant turn of two or more tokens, so there is nothing to train on")
+    ends = np.cumsum(made.lengths, dtype=np.int64)
+    documents = DocumentTable(
+        *store.finish(), starts=(ends - made.lengths)[of], lengths=made.lengths[of], supervised=made.supervised[of]
+    )
+    return documents, DataReport(
+        records=count,
+        documents=len(documents),
+        windowed=int((times * made.windowed).sum()),
+        refused=len(refused),
+        first_refusal=refused[0] if refused else "",
+        tokens=int(documents.lengths.sum(dtype=np.int64)),
+        supervised=int(documents.supervised.sum(dtype=np.int64)),
+        losses={kind: n for kind in LOSSES if (n := sum(int(times[i]) for i, k in made.losses.items() if kind in k))},
+    )
+
+
+def _documents_of(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The indices of the documents of records, one record after the other, int64. `counts` is the number of documents
+    of each record; those of record 0 come first."""
+    repeats = counts[order].astype(np.int64)
+    first = (np.cumsum(counts, dtype=np.int64) - counts)[order]
+    return np.arange(repeats.sum()) + np.repeat(first - (np.cumsum(repeats) - repeats), repeats)

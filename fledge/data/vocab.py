@@ -69,8 +69,8 @@ def occurs(token: int, documents: Sequence[Document]) -> bool:
 
 
 def _known_counts(documents: Sequence[Document]) -> TokenCounts:
-    known = documents.summary if isinstance(documents, DocumentTable) else None
-    return count_tokens(documents) if known is None else known.counts
+    known = documents.counts if isinstance(documents, DocumentTable) else None
+    return count_tokens(documents) if known is None else known
 
 
 def count_tokens(documents: Iterable[Document]) -> TokenCounts:

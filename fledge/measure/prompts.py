@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fledge.data.presets import is_preset
 from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record, parse_record
-from fledge.data.sources import COMPRESSED, Source
+from fledge.data.sources import COMPRESSED, Source, is_preset
 from fledge.io.hub import quiet_hub
 
 DEFAULT_PROMPTS = 80  # of a set without a limit, as in the evaluations of the EAGLE papers

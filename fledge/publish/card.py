@@ -34,7 +34,7 @@ from fledge.measure.metrics import alpha_text
 from fledge.measure.record import is_record
 
 if TYPE_CHECKING:
-    from fledge.data.dataset import Rows
+    from fledge.data.pack import Rows
     from fledge.drafts.draft import Draft
     from fledge.train.ranks import Ranks
     from fledge.train.setup.recipe import Recipe

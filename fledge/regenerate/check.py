@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import without_spaces
-from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
+from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import answered_conversation, count_answers, split_conversation, text_prompt
-from fledge.data.limit import EndlessTemplate
 from fledge.data.record import Record
+from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer
 from fledge.io.http import BadRequest, ServerProblem
 from fledge.regenerate.answerers import Answerer, OwnEngine, Question, ServedModel

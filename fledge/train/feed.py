@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.targets.source import LiveFeatures, RowIterator, all_finite
 from fledge.train.ranks import Ranks
 from fledge.types import Features, Packed

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.ops.transfer import to_device
 from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator

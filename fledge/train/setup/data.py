@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document, lengths_of
-from fledge.data.presets import shadowed_presets
+from fledge.data.pack import Rows
 from fledge.data.record import Record
+from fledge.data.sources import shadowed_presets
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, data_files, load_data
 from fledge.io.fields import read_json

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.io.display import ProgressDisplay, ResultPrinter, format_bytes, format_duration
 from fledge.io.machine import resolve_device

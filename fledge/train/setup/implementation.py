@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.targets.source import FeatureSource
 from fledge.train.memory import (

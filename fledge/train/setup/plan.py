@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from fledge.data.dataset import Rows
 from fledge.data.documents import lengths_of
+from fledge.data.pack import Rows
 from fledge.io.display import ResultPrinter, format_bytes
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.memory import (

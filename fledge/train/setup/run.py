@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.io.display import format_bytes
 from fledge.io.files import existing_parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fledge.data.dataset import Rows
+from fledge.data.pack import Rows
 from fledge.train.ranks import Ranks
 from fledge.train.setup.recipe import Recipe
 from fledge.train.trainer import Schedule

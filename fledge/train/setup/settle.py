@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fledge.data.dataset import Rows
 from fledge.data.documents import fingerprint
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.train.setup.recipe import Recipe, Settled
 from fledge.train.setup.target import PreparedTarget
