@@ -3,7 +3,7 @@
     python bench/served_features.py --target DIR                     # needs a GPU and vLLM in this Python
     python bench/served_features.py --target DIR --tolerance 0.1 -- --quantization fp8
 
-Starts `vllm serve` with the words of `fledge.states.vllm.command`, for the states of --layers (default: all but 0,
+Starts `vllm serve` with the words of `fledge.states.vllm_files`, for the states of --layers (default: all but 0,
 which vLLM overwrites), and with the arguments after `--`. Each captured state is compared with every state of the
 target's own forward pass, so that the record says which number it has here (`best`), how far it is from that one and
 from the next best, and how far its neighbours in the text are from it. The prompts are random tokens: short ones, one
@@ -41,10 +41,9 @@ from fledge.data.documents import Document
 from fledge.data.pack import Rows
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
-from fledge.states.vllm.command import serve_words
-from fledge.states.vllm.files import Captured, StatesFolder, lock_state
-from fledge.states.vllm.server import Patience, VllmServer
-from fledge.states.vllm.source import VllmFeatures
+from fledge.states.vllm_files import Captured, StatesFolder, lock_state, serve_words
+from fledge.states.vllm_server import Patience, VllmServer
+from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Packed

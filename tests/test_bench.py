@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fledge.commands.serve import ServeOptions
 from fledge.drafts.weights import save_draft
-from fledge.states.vllm.files import STATES
+from fledge.states.vllm_files import STATES
 from fledge.targets.loading import load_target
 from fledge.types import Round, Trace
 from support.chats import tiny_chats
@@ -330,7 +330,7 @@ def test_served_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     right = run("right.json")
     assert right["agrees"] and not right["code"] and right["files_left"] == 0 and right["timing"]["tokens"] > 1000
     assert [row["best"] for row in right["states"]] == ["1", "2", "3"]
-    monkeypatch.setattr("fledge.states.vllm.source.TOLERANCE", float("inf"))
+    monkeypatch.setattr("fledge.states.vllm_source.TOLERANCE", float("inf"))
     late = run("late.json", change=lambda t: t | {STATES: t[STATES].roll(1, 0)})
     assert not late["agrees"] and late["code"]
 

@@ -27,13 +27,20 @@ from fledge.io.files import exclusive_lock
 from fledge.methods import CHOICES
 from fledge.states import reader as reader_module
 from fledge.states import writer as writer_module
-from fledge.states.budget import DiskPlan, parse_bytes, shard_bytes
 from fledge.states.cache import FeatureCache
-from fledge.states.codec import FP8_MAX, PRECISIONS, decode_layers, encode_layers
-from fledge.states.layout import Layout, Sizes, split_shards, teacher_tokens
-from fledge.states.reader import Extent, cut
+from fledge.states.layout import (
+    FP8_MAX,
+    PRECISIONS,
+    Layout,
+    Sizes,
+    decode_layers,
+    encode_layers,
+    split_shards,
+    teacher_tokens,
+)
+from fledge.states.reader import Extent, Slot, Uploader, cut
 from fledge.states.source import DiskFeatures
-from fledge.states.upload import Slot, Uploader
+from fledge.states.writer import DiskPlan, parse_bytes, shard_bytes
 from fledge.targets.compatibility import layers_of
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget

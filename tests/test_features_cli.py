@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from fledge.drafts.weights import load_draft
-from fledge.states import budget as budget_module
-from fledge.states.budget import RESERVED_SHARE, DiskPlan
+from fledge.states import writer as writer_module
 from fledge.states.cache import FeatureCache
+from fledge.states.writer import RESERVED_SHARE, DiskPlan
 from support.chats import tiny_chats
 from support.commands import Ran, kill_as_it_writes, python
 from support.files import listing, metrics_of, write_rows
@@ -35,8 +35,8 @@ RUN = """
 import sys
 import torch
 torch.set_num_threads(1)
-from fledge.states import budget
-budget.MIN_SHARD = 60_000
+from fledge.states import writer
+writer.MIN_SHARD = 60_000
 from fledge.cli import main
 sys.argv = ["fledge", *sys.argv[1:]]
 main()
@@ -45,7 +45,7 @@ main()
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch) -> None:
-    monkeypatch.setattr(budget_module, "MIN_SHARD", 60_000)
+    monkeypatch.setattr(writer_module, "MIN_SHARD", 60_000)
 
 
 @pytest.fixture(scope="module")
@@ -315,9 +315,9 @@ def test_wrong_options_write_nothing(words, message: str, fledge: Fledge, made: 
 
 
 def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_path: Path, monkeypatch) -> None:
-    from fledge.states import shard_file
+    from fledge.states import cache
 
-    replace, out = shard_file.replace_parts, tmp_path / "f"
+    replace, out = cache.replace_parts, tmp_path / "f"
 
     def full(file, parts, temporary):
         if file.name == "shard-00002.safetensors":
@@ -327,7 +327,7 @@ def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_p
         replace(file, parts, temporary)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_file, "replace_parts", full)
+        patch.setattr(cache, "replace_parts", full)
         ran = fledge(*write_words(made, out))
     assert ran.code == 2 and "no space to write" in ran.err and "the finished shards are kept" in ran.err
     kept = {f.name: f.stat().st_ino for f in out.glob("shard*")}

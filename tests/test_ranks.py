@@ -32,7 +32,7 @@ from fledge.data.pack import Rows
 from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import WEIGHTS, write_files
 from fledge.io.display import ProgressDisplay
-from fledge.states import budget as feature_budget
+from fledge.states import writer as feature_writer
 from fledge.targets import sharded as sharded_module
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
@@ -455,7 +455,7 @@ def train_on_features(ranks: Ranks, directory: Path, work: Path) -> None:
     words = dict(target=str(directory / "target"), data=[str(directory / "more.jsonl")], max_length=64, device="cpu")
     features, progress = FeaturesOptions(**words, out=str(work / "features")), ProgressDisplay(quiet=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_budget, "MIN_SHARD", 60_000)
+        patch.setattr(feature_writer, "MIN_SHARD", 60_000)
         if ranks.leads:
             features_job.write(features, lambda line: None, progress)
     ranks.meet("after features were written", None)

@@ -21,10 +21,18 @@ from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.drafts.weights import load_draft
 from fledge.states.layout import needed_tokens
-from fledge.states.vllm.command import directory_of, layers_of, serve_words
-from fledge.states.vllm.files import STATES, TOKENS, StatesFolder, lock_of, lock_state
-from fledge.states.vllm.server import Patience, VllmServer
-from fledge.states.vllm.source import VllmFeatures
+from fledge.states.vllm_files import (
+    STATES,
+    TOKENS,
+    StatesFolder,
+    directory_of,
+    layers_of,
+    lock_of,
+    lock_state,
+    serve_words,
+)
+from fledge.states.vllm_server import Patience, VllmServer
+from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
@@ -240,7 +248,7 @@ def test_files_that_cannot_be_deleted(target, tmp_path: Path, monkeypatch) -> No
         raise PermissionError(1, "Operation not permitted")
 
     said: list[str] = []
-    monkeypatch.setattr("fledge.states.vllm.server.remove", refuse)
+    monkeypatch.setattr("fledge.states.vllm_server.remove", refuse)
     with FakeVllm(target, tmp_path, ALL) as server:
         source_of(client(server, said.append), target).features(ROW)
     assert len(said) == 2 and "cannot be deleted after its use (Operation not permitted)" in said[1]
@@ -416,7 +424,7 @@ def test_training_from_a_folder(fledge: Fledge, made, loaded, live: Path, tmp_pa
     words = train_words(made, tmp_path / "run", "--features-from", folder, "--features-layers", "0,2,4,5,8")
     ran = fledge(*words)
     assert ran.code == 2 and "lacks the hidden states of" in ran.err and not (tmp_path / "run" / "draft").exists()
-    from fledge.states.vllm import source
+    from fledge.states import vllm_source as source
 
     (tmp_path / "all").mkdir()
     asked: list[Document] = []

@@ -26,7 +26,7 @@ from fledge.data.pack import Rows, make_row
 from fledge.drafts.draft import Draft
 from fledge.measure.prompts import spread
 from fledge.options import default_new_tokens
-from fledge.states.codec import PRECISIONS
+from fledge.states.layout import PRECISIONS
 from fledge.train.ranks import Ranks
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.target import PreparedTarget, target_fingerprint

@@ -27,7 +27,7 @@ from fledge.drafts.weights import build_draft, config_json
 from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative, read_json
 from fledge.io.hub import draft_directory
 from fledge.measure.metrics import committed_per_round
-from fledge.states.codec import PRECISIONS
+from fledge.states.layout import PRECISIONS
 from fledge.targets.interface import DecodingTarget
 from fledge.train.row_pass import Objective, row_pass
 from fledge.types import Features, Packed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fledge.data.documents import Document
     from fledge.data.record import Record
     from fledge.states.cache import FeatureCache, Manifest
-    from fledge.states.vllm.source import VllmFeatures
+    from fledge.states.vllm_source import VllmFeatures
     from fledge.targets.source import LiveFeatures
     from fledge.train.setup.recipe import DataRecipe
     from fledge.types import Features, Packed
@@ -93,9 +93,8 @@ def verify(directory: str, say: Callable[[str], None], progress: Any) -> None:
 
 def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
     """Writes the features, or those that are missing, as `run` says."""
-    from fledge.states.budget import DiskPlan, parse_bytes
-    from fledge.states.codec import PRECISIONS
-    from fledge.states.writer import FeatureWriter
+    from fledge.states.layout import PRECISIONS
+    from fledge.states.writer import DiskPlan, FeatureWriter, parse_bytes
 
     if not options.data:
         raise ValueError("give --data FILE")
@@ -174,9 +173,9 @@ def _manifest(
     from fledge import __version__
     from fledge.data.documents import fingerprint
     from fledge.drafts.weights import template_sha256, tokenizer_sha256
-    from fledge.states.budget import shard_bytes
     from fledge.states.cache import FORMAT, Manifest
     from fledge.states.layout import Layout, Sizes, split_shards
+    from fledge.states.writer import shard_bytes
     from fledge.train.setup.target import target_fingerprint
 
     target = source.target

@@ -53,7 +53,7 @@ def _train(
     from fledge.measure.evaluator import make_evaluator
     from fledge.publish.card import with_card
     from fledge.report.page import report_run
-    from fledge.states.vllm.source import VllmFeatures
+    from fledge.states.vllm_source import VllmFeatures
     from fledge.train.setup.data import check_files, make_rows, training_data
     from fledge.train.setup.draft import check_shape, make_draft
     from fledge.train.setup.implementation import choose_implementation

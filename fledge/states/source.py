@@ -15,10 +15,8 @@ from torch import Tensor
 
 from fledge.ops.transfer import to_device
 from fledge.states.cache import FeatureCache
-from fledge.states.codec import decode_layers
-from fledge.states.layout import LAST, LAYERS, SCALES, place, views
-from fledge.states.reader import Extent, RowLayout, RowReader, tensors_read
-from fledge.states.upload import Slot, Uploader
+from fledge.states.layout import LAST, LAYERS, SCALES, decode_layers, place, views
+from fledge.states.reader import Extent, RowLayout, RowReader, Slot, Uploader, tensors_read
 from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
 

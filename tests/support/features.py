@@ -11,8 +11,7 @@ import torch
 from fledge.data.documents import Document, fingerprint
 from fledge.data.pack import make_row
 from fledge.states.cache import FORMAT, FeatureCache, Manifest
-from fledge.states.codec import PRECISIONS, round_features
-from fledge.states.layout import Layout, Sizes, split_shards
+from fledge.states.layout import PRECISIONS, Layout, Sizes, round_features, split_shards
 from fledge.states.writer import FeatureWriter, passes
 from fledge.targets.source import LiveFeatures
 from fledge.types import Features, Packed

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fledge.states.vllm.files import STATES, TOKENS
+from fledge.states.vllm_files import STATES, TOKENS
 from fledge.targets.transformers import TransformersTarget
 
 

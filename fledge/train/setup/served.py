@@ -7,10 +7,9 @@ from pathlib import Path
 
 from fledge.io.fields import parse_dtype
 from fledge.io.http import key_in
-from fledge.states.vllm.command import UNCHECKED, serve_command
-from fledge.states.vllm.files import StatesFolder
-from fledge.states.vllm.server import VllmServer
-from fledge.states.vllm.source import VllmFeatures
+from fledge.states.vllm_files import UNCHECKED, StatesFolder, serve_command
+from fledge.states.vllm_server import VllmServer
+from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.loading import load_head
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.setup.options import TargetOptions

@@ -15,8 +15,8 @@ from torch import Tensor
 from fledge.data.documents import Document
 from fledge.io.fields import format_value
 from fledge.states.layout import needed_tokens
-from fledge.states.vllm.files import Captured
-from fledge.states.vllm.server import CONNECTIONS
+from fledge.states.vllm_files import Captured
+from fledge.states.vllm_server import CONNECTIONS
 from fledge.targets.source import RowIterator, all_finite
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Features, Packed

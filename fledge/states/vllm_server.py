@@ -14,8 +14,7 @@ from typing import Any
 
 from fledge.data.documents import Document
 from fledge.io.http import BadRequest, Http, background_loop, json_object
-from fledge.states.vllm.command import UNCHECKED, layers_of
-from fledge.states.vllm.files import Captured, lock_state, read_states, remove
+from fledge.states.vllm_files import UNCHECKED, Captured, layers_of, lock_state, read_states, remove
 
 CONNECTIONS = 32  # requests in flight
 MOST_NAME = 200  # characters of a file's name; with those of its lock, file systems allow 255
