@@ -39,13 +39,9 @@ from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import PRECISIONS, Layout
-from fledge.states.reader import Extent, Slot, Uploader
-from fledge.states.source import READERS, DiskFeatures
-from fledge.states.upload import Slot, Uploader
-from fledge.train.objective import ttt_queued
-from fledge.train.row_pass import Implementation, Objective
+from fledge.states.source import READERS, DiskFeatures, Extent, Slot, Uploader
 from fledge.train.objective import Implementation, Objective, ttt_queued
-from fledge.train.prefetch import with_features
+from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup.target import set_up_process
 from fledge.train.trainer import with_features
 from fledge.types import Features, Packed

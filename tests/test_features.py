@@ -25,7 +25,7 @@ from fledge.data.pack import Rows
 from fledge.io.display import format_bytes
 from fledge.io.files import exclusive_lock
 from fledge.methods import CHOICES
-from fledge.states import reader as reader_module
+from fledge.states import source as source_module
 from fledge.states import writer as writer_module
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import (
@@ -38,8 +38,7 @@ from fledge.states.layout import (
     split_shards,
     teacher_tokens,
 )
-from fledge.states.reader import Extent, Slot, Uploader, cut
-from fledge.states.source import DiskFeatures
+from fledge.states.source import DiskFeatures, Extent, Slot, Uploader, cut
 from fledge.states.writer import DiskPlan, parse_bytes, shard_bytes
 from fledge.targets.compatibility import layers_of
 from fledge.targets.source import LiveFeatures
@@ -300,7 +299,7 @@ def test_rows_read_ahead_in_small_pieces(precision: str, target, live, tmp_path,
     wanted = [rows[epoch, i] for epoch in range(2) for i in range(len(rows.epoch(epoch)))]
     whole, source = disk_source(cache, live), disk_source(cache, live)
     expected = [whole.features(row) for row in wanted]
-    monkeypatch.setattr(reader_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(source_module, "PIECE_BYTES", 1000)
     for i, row in enumerate(source.ahead(iter(wanted))):
         if i % 3 != 1:
             found = source.features(row)

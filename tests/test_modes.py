@@ -15,8 +15,9 @@ from tokenizers.processors import TemplateProcessing
 
 from fledge import load, train_draft
 from fledge.config import DraftConfig, Provenance
-from fledge.data.modes import ModeWarning, modes_of, shared_variables
+from fledge.data.modes import ModeWarning, shared_variables
 from fledge.data.read import read_records
+from fledge.data.sources import modes_of
 from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import read_draft_config
 from fledge.measure.prompts import prompt_of

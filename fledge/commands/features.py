@@ -130,8 +130,8 @@ def _prepare(
     options: FeaturesOptions, say: Callable[[str], None], progress: Any
 ) -> tuple[LiveFeatures | VllmFeatures, DataRecipe, list[Document], list[Record]]:
     """Loads the target and the data. Records are held out as `fledge train` does."""
-    from fledge.data.modes import modes_of
     from fledge.data.read import with_columns
+    from fledge.data.sources import modes_of
     from fledge.data.template import ChatTemplate
     from fledge.io.machine import resolve_device
     from fledge.targets.compatibility import resolve_layers

@@ -8,11 +8,10 @@ renders it to the same text with both: often, a variable's default does not have
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fledge.config import Provenance
-from fledge.data.sources import Source
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
@@ -20,16 +19,6 @@ if TYPE_CHECKING:
 
 class ModeWarning(UserWarning):
     """A draft is used in a mode of the chat template in which it was not trained."""
-
-
-def modes_of(sources: Iterable[str], template_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], ...]:
-    """The distinct modes of data sources, in order. A source's own variables take precedence over `template_kwargs`."""
-    modes: list[dict[str, Any]] = []
-    for source in sources:
-        mode = {**(template_kwargs or {}), **(Source.parse(source).template_kwargs or {})}
-        if mode not in modes:
-            modes.append(mode)
-    return tuple(modes)
 
 
 def shared_variables(modes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -98,9 +98,7 @@ class SourceReader:
 def read_records(
     sources: Sequence[AnySource], seed: int = 0, skip: Callable[[str], None] | None = None
 ) -> list[Record]:
-    """All records of all sources, in order. Raises ValueError for files that cannot be parsed and for records without a
-    supported layout. With `skip`, such records are left out and `skip` is called with the reason; files that cannot be
-    parsed still raise."""
+    """All records of all sources, in order. `skip` is that of `SourceReader.records`, which also says what raises."""
     records: list[Record] = []
     for given in sources:
         source = SourceReader(given)
@@ -236,13 +234,9 @@ class Selection:
 
 
 def select(
-    sources: Sequence[SourceReader],
-    seed: int,
-    *,
-    skip_bad: bool,
-    hold_out: int,
+    sources: Sequence[SourceReader], seed: int, *, skip_bad: bool, hold_out: int,
     advance: Callable[[], None] = lambda: None,
-) -> Selection:
+) -> Selection:  # fmt: skip
     """Reads all sources and decides which records are trained on. Records are not kept; `Selection.read` reads them
     again. `advance` is called after each record.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -133,6 +133,17 @@ def _from_mapping(given: Mapping[str, Any]) -> Source:
     if not isinstance(columns, dict) or not all(isinstance(x, str) and x for x in (*columns, *columns.values())):
         raise ValueError(f"{shown}: `columns` must map names to names, such as {{messages: dialog}}")
     return Source(name, share, kwargs or None, columns or None)
+
+
+def modes_of(sources: Iterable[str], template_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], ...]:
+    """The distinct modes of data sources (see `data.modes`), in order. A source's own variables take precedence over
+    `template_kwargs`."""
+    modes: list[dict[str, Any]] = []
+    for source in sources:
+        mode = {**(template_kwargs or {}), **(Source.parse(source).template_kwargs or {})}
+        if mode not in modes:
+            modes.append(mode)
+    return tuple(modes)
 
 
 # -- data sets of the hub -----------------------------------------------------------------------------------------

@@ -280,17 +280,10 @@ class DataReport:
 
 
 def make_documents(
-    records: Iterable[Record],
-    template: ChatTemplate,
-    max_length: int,
-    *,
-    skip_bad: bool = False,
-    skipped: Sequence[str] = (),
-    advance: Callable[[], None] = lambda: None,
-    order: np.ndarray | None = None,
-    store: TokenStore | None = None,
-    workers: int = 1,
-) -> tuple[DocumentTable, DataReport]:
+    records: Iterable[Record], template: ChatTemplate, max_length: int, *, skip_bad: bool = False,
+    skipped: Sequence[str] = (), advance: Callable[[], None] = lambda: None, order: np.ndarray | None = None,
+    store: TokenStore | None = None, workers: int = 1,
+) -> tuple[DocumentTable, DataReport]:  # fmt: skip
     """Tokenizes records, marks the assistant's spans, and splits documents into windows of `max_length` tokens.
 
     A record that the template refuses raises ValueError; with `skip_bad` it is counted as refused instead. `skipped`

@@ -19,15 +19,13 @@ from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import NETWORKS, new_draft
 from fledge.io.fields import MOST_LAYERS, shortened
-from fledge.drafts.health import find_damage
+
+pass
 from fledge.io.fields import MOST_LAYERS, read_json, shortened
 from fledge.io.files import read_consistent, replace_directory
 from fledge.io.formats import is_speculators
 from fledge.io.hub import draft_directory
-from fledge.io.json_text import read_json
-from fledge.io.speculators import is_speculators
 from fledge.io.tensors import WEIGHTS, read_tensors, stray_weights, weights_file
-from fledge.io.tensors import WEIGHTS, read_tensors, stray_weights, to_draft_names, weights_file
 
 CONFIG = "config.json"
 RECIPE = "recipe.yaml"  # the file with the options of a training run

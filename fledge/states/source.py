@@ -1,39 +1,55 @@
-"""Features read from the disk, as a source for training."""
+"""Features read from the disk, as a source for training.
+
+Files are read with plain reads instead of a memory map: a truncated file is then an error instead of a signal, and
+large reads need no page faults.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
+import os
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fledge.data.documents import Document
+from fledge.ops.implementations import current_device
 from fledge.ops.transfer import to_device
 from fledge.states.cache import FeatureCache
-from fledge.states.layout import LAST, LAYERS, SCALES, decode_layers, place, views
-from fledge.states.reader import Extent, RowLayout, RowReader, Slot, Uploader, tensors_read
+from fledge.states.layout import LAST, LAYERS, SCALES, Places, decode_layers, place, views
 from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read before they are asked for
-# Threads that read pieces of rows. One reads several times as fast as a training step needs; more of them are faster
-# still, but take Python's lock from the thread that queues the step's kernels.
-READERS = 1
+PIECE_BYTES = 4 * 2**20  # that are read at a time
 
 
-@dataclass(frozen=True)
-class StagedRow:
-    """A row whose stored features are read into a slot by `reads`."""
+def rows_ahead(rows: RowIterator, count: int, ask: Callable[[Packed], None]) -> RowIterator:
+    """The same rows; `ask` gets each row `count` rows before it is given."""
+    upcoming: deque[Packed] = deque()
+    for row in rows:
+        ask(row)
+        upcoming.append(row)
+        if len(upcoming) > count:
+            yield upcoming.popleft()
+    yield from upcoming
+
+
+class StagedRow(NamedTuple):
+    """A row whose stored features are in a slot."""
 
     row: Packed
     layout: RowLayout
     slot: Slot
-    reads: Sequence[Future[None]]
 
 
 class DiskFeatures:
@@ -43,9 +59,10 @@ class DiskFeatures:
     Final states are zeros for tokens whose final state is not stored. Raises ValueError for layers that the cache does
     not have.
 
-    Rows go through ROWS_AHEAD slots of device memory, as stored (fp8 takes half of what the features take): READERS
-    threads fill a slot piece by piece while the draft trains on the rows before, and `features` only decodes it. A slot
-    is filled again after it was decoded.
+    Rows go through ROWS_AHEAD slots of device memory, as stored (fp8 takes half of what the features take): a thread
+    fills a slot piece by piece while the draft trains on the rows before, and `features` only decodes it. A slot is
+    filled again after it was decoded. One thread reads several times as fast as a training step needs; more of them
+    are faster still, but take Python's lock from the thread that queues the step's kernels.
     """
 
     def __init__(
@@ -60,34 +77,32 @@ class DiskFeatures:
                 "choose among the former by --aux-layers, or write features of these layers"
             )
         self.columns = [known.index(i) for i in layers]
-        self.reader = RowReader(cache, tensors_read(cache.layout, self.columns))
+        read = [name for name in cache.layout.tensors(0, 0) if self.columns or name == LAST]
+        self.reader = RowReader(cache, read)
         self._slots: list[Slot] = []
         self._free: SimpleQueue[Slot | None] = SimpleQueue()  # those of `_slots` that no row is read into
         self._ahead: dict[int, Future[StagedRow]] = {}  # by the id of the row, in the order of the rows
 
     def ahead(self, rows: RowIterator) -> RowIterator:
-        """The same rows, all of one length. The next ROWS_AHEAD are read from the disk by threads before they are asked
-        for. Their features have to be asked for in this order; those of some rows may be left out. The threads end when
-        the generator is closed."""
+        """The same rows, all of one length. The next ROWS_AHEAD are read from the disk by a thread before they are
+        asked for. Their features have to be asked for in this order; those of some rows may be left out. The thread
+        ends when the generator is closed."""
         if (first := next(rows, None)) is None:
             return
         self._free = SimpleQueue()
         for slot in self._slots_for(first.token_T.numel()):
             self._free.put(slot)
-        with ThreadPoolExecutor(READERS) as readers, ThreadPoolExecutor(1) as planner:
-            upcoming: deque[Packed] = deque()
+        with ThreadPoolExecutor(1) as reader:
+
+            def read(row: Packed) -> None:
+                self._ahead[id(row)] = reader.submit(self._read_when_free, row)
+
             try:
-                for row in itertools.chain([first], rows):
-                    self._ahead[id(row)] = planner.submit(self._read_when_free, row, readers)
-                    upcoming.append(row)
-                    if len(upcoming) > ROWS_AHEAD:
-                        yield upcoming.popleft()
-                yield from upcoming
+                yield from rows_ahead(itertools.chain([first], rows), ROWS_AHEAD, read)
             finally:
-                self._free.put(None)  # so that the planner waits no more
+                self._free.put(None)  # so that the thread waits no more
                 self._ahead.clear()
-                planner.shutdown(wait=True, cancel_futures=True)
-                readers.shutdown(wait=True, cancel_futures=True)
+                reader.shutdown(wait=True, cancel_futures=True)
 
     def features(self, row: Packed) -> Features:
         """The features of a packed row whose `sources` are documents of the cache. A row without sources, as it is used
@@ -96,29 +111,26 @@ class DiskFeatures:
         if not row.sources:
             slot = self._slots_for(row.token_T.numel())[0]
             slot.bytes.zero_()
-            return self._decode(StagedRow(row, self.reader.layout(row), slot, ()))
+            return self._decode(StagedRow(row, self.reader.layout(row), slot))
         if (staged := self._read_ahead(row)) is not None:
             features = self._decode(staged)
-            self._give_back(staged)
+            self._give_back(staged.slot)
             return features
-        with ThreadPoolExecutor(READERS) as readers:
-            slot = Slot(self._slot_bytes(row.token_T.numel()), self.device)
-            self._uploader.after_current_stream()
-            return self._decode(self._read(row, slot, readers))
+        slot = Slot(self._slot_bytes(row.token_T.numel()), self.device)
+        self._uploader.after_current_stream()
+        return self._decode(self._read(row, slot))
 
     def _decode(self, staged: StagedRow) -> Features:
-        """The features of a row, once all of it is read. Nothing here waits for the device."""
-        for read in staged.reads:
-            read.result()
-        tensors = views(staged.layout.tensors, staged.slot.bytes)
-        T, D = staged.row.token_T.numel(), self.cache.layout.width
+        """The features of a row that was read. Nothing here waits for the device."""
+        row, layout, slot = staged
+        tensors = views(layout.tensors, slot.bytes)
+        T, D, tokens = row.token_T.numel(), self.cache.layout.width, layout.ranges[-1][1]
         aux_TAD = torch.empty(T, len(self.columns), D, dtype=self.dtype, device=self.device)
-        tokens = staged.layout.ranges[-1][1]
         if self.columns:
             decode_layers(tensors[LAYERS], tensors.get(SCALES), aux_TAD[:tokens], self.columns)
         aux_TAD[tokens:] = 0
         last_TD = torch.zeros(T, D, dtype=self.dtype, device=self.device)
-        last_TD[to_device([staged.layout.last_P], self.device)[0]] = tensors[LAST].to(self.dtype)
+        last_TD[to_device([layout.last_P], self.device)[0]] = tensors[LAST].to(self.dtype)
         return Features(aux_TAD, last_TD)
 
     def finite(self, row: Packed) -> bool:
@@ -127,26 +139,23 @@ class DiskFeatures:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def _read(self, row: Packed, slot: Slot, readers: ThreadPoolExecutor) -> StagedRow:
-        """Starts to read a row into a slot."""
+    def _read(self, row: Packed, slot: Slot) -> StagedRow:
+        """Reads a row into a slot."""
         layout = self.reader.layout(row)
         assert layout.bytes <= slot.bytes.numel(), "rows have one length"
         pieces = list(self.reader.pieces(row, layout))
-
-        def fill(piece: Sequence[Extent]) -> None:
+        self.reader.announce(pieces)
+        for piece in pieces:
             start, end = piece[0].start, piece[-1].start + piece[-1].size
             self._uploader.fill(slot.bytes[start:end], functools.partial(self.reader.read, piece))
+        return StagedRow(row, layout, slot)
 
-        reads = [readers.submit(fill, piece) for piece in pieces]
-        self.reader.announce(pieces)
-        return StagedRow(row, layout, slot, reads)
-
-    def _read_when_free(self, row: Packed, readers: ThreadPoolExecutor) -> StagedRow:
-        """Starts to read a row as soon as there is a slot for it."""
+    def _read_when_free(self, row: Packed) -> StagedRow:
+        """Reads a row as soon as there is a slot for it."""
         if (slot := self._free.get()) is None:
             raise CancelledError
         slot.wait_for_use()
-        return self._read(row, slot, readers)
+        return self._read(row, slot)
 
     def _read_ahead(self, row: Packed) -> StagedRow | None:
         """The row, if it is read ahead. The slots of rows before it, which were not asked for, become free."""
@@ -155,12 +164,12 @@ class DiskFeatures:
                 staged = self._ahead.pop(key).result()
                 if staged.row is row:
                     return staged
-                self._give_back(staged)
+                self._give_back(staged.slot)
         return None
 
-    def _give_back(self, staged: StagedRow) -> None:
-        staged.slot.end_use()
-        self._free.put(staged.slot)
+    def _give_back(self, slot: Slot) -> None:
+        slot.end_use()
+        self._free.put(slot)
 
     # -- device memory ----------------------------------------------------------------------------------------------
 
@@ -179,4 +188,176 @@ class DiskFeatures:
 
     @functools.cached_property
     def _uploader(self) -> Uploader:
-        return Uploader(self.device, READERS)
+        return Uploader(self.device)
+
+
+# -- where features are in the shards ------------------------------------------------------------------------------
+
+
+class Extent(NamedTuple):
+    """`size` bytes of a row, from its byte `start` on; they are stored in a shard's file, from byte `offset` on."""
+
+    start: int
+    size: int
+    shard: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How the stored features of a row lie in its `bytes` bytes (`place`): `tensors`, as in a shard. `last_P` are the
+    tokens of the row that the final states belong to (int64), `kept` their number in each document, and `ranges` the
+    tokens of each document."""
+
+    tensors: Places
+    bytes: int
+    last_P: Tensor
+    kept: Sequence[int]
+    ranges: Sequence[tuple[int, int]]
+
+
+class RowReader:
+    """Finds and reads the stored features of rows whose `sources` are documents of the cache. `names` are the tensors
+    to read."""
+
+    def __init__(self, cache: FeatureCache, names: Sequence[str]):
+        self.cache, self.names = cache, names
+
+    def layout(self, row: Packed) -> RowLayout:
+        ranges, last = row.without_filler(), self.cache.layout.last_tokens
+        kept = [last(Document(row.token_T[a:b].numpy(), row.span_T[a:b].numpy())) for a, b in ranges]
+        last_P = torch.cat([tokens + a for tokens, (a, _) in zip(kept, ranges, strict=True)])
+        tensors, end = place(self.cache.layout, self.names, ranges[-1][1], last_P.numel())
+        return RowLayout(tensors, end, last_P, [tokens.numel() for tokens in kept], ranges)
+
+    def pieces(self, row: Packed, layout: RowLayout) -> Iterator[list[Extent]]:
+        """The stored features of a row in pieces of at most PIECE_BYTES consecutive bytes of the row. Raises ValueError
+        for shards that are missing, truncated, damaged or of other features."""
+        places = [self._places[document] for document in row.sources]
+        starts = list(itertools.accumulate(layout.kept, initial=0))
+        for name, (first, dtype, shape) in layout.tensors.items():
+            width = dtype.itemsize * math.prod(shape[1:])
+            extents = []
+            for (shard, tokens, last), (a, b), p, kept in zip(
+                places, layout.ranges, starts[:-1], layout.kept, strict=True
+            ):
+                before, at, count = (last, p, kept) if name == LAST else (tokens, a, b - a)
+                offset = self._offsets(shard)[name] + before * width
+                extents.append(Extent(first + at * width, count * width, shard, offset))
+            yield from cut(extents, PIECE_BYTES)
+
+    def announce(self, pieces: Sequence[Sequence[Extent]]) -> None:
+        """Tells the operating system what will be read, so that a disk gets many requests at a time."""
+        if hasattr(os, "posix_fadvise"):
+            for extent in itertools.chain.from_iterable(pieces):
+                with self._open(extent.shard) as f:
+                    os.posix_fadvise(f.fileno(), extent.offset, extent.size, os.POSIX_FADV_WILLNEED)
+
+    def read(self, piece: Sequence[Extent], into: memoryview) -> None:
+        """Reads a piece's bytes. Raises ValueError if a file is missing or ends before."""
+        for extent in piece:
+            at = extent.start - piece[0].start
+            with self._open(extent.shard) as f:
+                f.seek(extent.offset)
+                _fill(f, into[at : at + extent.size])
+
+    def _open(self, shard: int) -> BinaryIO:
+        try:
+            return self.cache.file(shard).open("rb", buffering=0)
+        except FileNotFoundError:
+            self.cache.offsets(shard)  # says what is missing, and the remedy
+            raise
+
+    @functools.cache  # noqa: B019 (a reader lives as long as its training)
+    def _offsets(self, shard: int) -> dict[str, int]:
+        return self.cache.offsets(shard)  # also checks the file
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[int, int, int]]:
+        """For each document, its shard, and the numbers of tokens and of final states before it in the shard."""
+        found, sizes = [], self.cache.sizes
+        for shard, (first, end) in enumerate(self.cache.manifest.shards):
+            tokens = itertools.accumulate(sizes.tokens[first:end], initial=0)
+            last = itertools.accumulate(sizes.last[first:end], initial=0)
+            found += [(shard, t, p) for t, p, _ in zip(tokens, last, range(first, end), strict=False)]
+        return found
+
+
+def cut(extents: Sequence[Extent], most: int) -> Iterator[list[Extent]]:
+    """Divides extents, of consecutive bytes of a row, into pieces of `most` bytes; the last one may have fewer."""
+    piece, room = [], most
+    for start, size, shard, offset in extents:
+        done = 0
+        while done < size:
+            count = min(size - done, room)
+            piece.append(Extent(start + done, count, shard, offset + done))
+            done, room = done + count, room - count
+            if not room:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
+
+
+def _fill(f: BinaryIO, into: memoryview) -> None:
+    """Fills memory with the next bytes of a file. Raises ValueError if the file ends before."""
+    while len(into):
+        if not (count := f.readinto(into)):
+            raise ValueError(f"{f.name} is truncated: it was changed while it was read; write it again")
+        into = into[count:]
+
+
+# -- memory of a device -------------------------------------------------------------------------------------------
+
+
+class Slot:
+    """Memory on the device for the bytes of a row, uint8 [size], zeros at first."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._used = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+
+    def end_use(self) -> None:
+        """Marks the work that is queued on the current stream as the last that reads these bytes."""
+        if self._used:
+            self._used.record(torch.cuda.current_stream(self.bytes.device))
+
+    def wait_for_use(self) -> None:
+        """Waits until the work before the last `end_use` is done. The bytes may be overwritten afterwards."""
+        if self._used:
+            self._used.synchronize()
+
+
+class Uploader:
+    """Fills parts of device memory with bytes that a function reads, at most PIECE_BYTES at a time.
+
+    On a CPU they are read in place. On a GPU they are read into a pinned buffer and copied from there on a stream of
+    its own. Only one piece is copied at a time, whose thread waits for it: a GPU executes copies from host memory one
+    after the other, whatever their streams, so that the small copies of a training step wait for a piece at most
+    instead of a row.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self._copying = device, threading.Lock()
+        if device.type == "cuda":
+            with current_device(device):  # pinning would initialize the first GPU
+                self._stream = torch.cuda.Stream(device)
+                self._pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def after_current_stream(self) -> None:
+        """Lets copies wait for the work that is queued on the current stream, in whose pool memory was allocated."""
+        if self.device.type == "cuda":
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def fill(self, part: Tensor, read: Callable[[memoryview], None]) -> None:
+        """Fills a part of a slot, uint8 [n], by `read`, and waits until it has its bytes. For several threads."""
+        if self.device.type != "cuda":
+            read(memoryview(part.numpy()))
+            return
+        # without `current_device`, leaving the stream would initialize the first GPU
+        with self._copying, current_device(self.device), torch.cuda.stream(self._stream):
+            read(memoryview(self._pinned.numpy())[: part.numel()])
+            part.copy_(self._pinned[: part.numel()], non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._stream)
+            copied.synchronize()

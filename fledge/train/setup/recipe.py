@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fledge.config import DraftConfig
-from fledge.data.modes import modes_of
 from fledge.data.read import check_source, with_columns
+from fledge.data.sources import modes_of
 from fledge.drafts.weights import read_draft_config
 from fledge.io.fields import parse_dtype
 from fledge.io.http import refuse_credentials
