@@ -23,7 +23,6 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,8 @@ from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import PRECISIONS, Layout
-from fledge.states.source import READERS, DiskFeatures, Extent, Slot, Uploader
+from fledge.states.source import DiskFeatures, Extent, Slot, Uploader
 from fledge.train.objective import Implementation, Objective, ttt_queued
-from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup.target import set_up_process
 from fledge.train.trainer import with_features
 from fledge.types import Features, Packed
@@ -175,7 +173,7 @@ def parts(source: DiskFeatures, row: Packed, options: argparse.Namespace) -> dic
     layout = source.reader.layout(row)
     pieces = list(source.reader.pieces(row, layout))
     host = memoryview(bytearray(layout.bytes))
-    slot, uploader = Slot(layout.bytes, source.device), Uploader(source.device, READERS)
+    slot, uploader = Slot(layout.bytes, source.device), Uploader(source.device)
 
     def ends(piece: list[Extent]) -> slice:
         return slice(piece[0].start, piece[-1].start + piece[-1].size)
@@ -183,13 +181,8 @@ def parts(source: DiskFeatures, row: Packed, options: argparse.Namespace) -> dic
     def median_ms(work: Callable[[], object], device: str = "cpu") -> float:
         return 1e3 * statistics.median([seconds(work, device) for _ in range(1 + REPEATS)][1:])
 
-    with ThreadPoolExecutor(READERS) as readers:
-
-        def each(work: Callable[[list[Extent]], None]) -> None:
-            list(readers.map(work, pieces))
-
-        read = median_ms(lambda: each(lambda p: source.reader.read(p, host[ends(p)])))
-        copy = median_ms(lambda: each(lambda p: uploader.fill(slot.bytes[ends(p)], lambda into: None)))
+    read = median_ms(lambda: [source.reader.read(p, host[ends(p)]) for p in pieces])
+    copy = median_ms(lambda: [uploader.fill(slot.bytes[ends(p)], lambda into: None) for p in pieces])
     decode = median_ms(lambda: source.features(replace(row, sources=())), options.device)
     found = {"mb": layout.bytes / 1e6, "pieces": len(pieces), "read_ms": read, "copy_ms": copy, "decode_ms": decode}
     if options.device != "cpu":

@@ -18,9 +18,6 @@ from torch import Tensor
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import NETWORKS, new_draft
-from fledge.io.fields import MOST_LAYERS, shortened
-
-pass
 from fledge.io.fields import MOST_LAYERS, read_json, shortened
 from fledge.io.files import read_consistent, replace_directory
 from fledge.io.formats import is_speculators
