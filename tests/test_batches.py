@@ -29,7 +29,7 @@ from fledge.drafts import kv_cache
 from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.targets import cache as cache_module
 from fledge.targets.cache import GrowingLayer, TargetCache
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, prompts

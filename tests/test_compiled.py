@@ -21,7 +21,7 @@ from fledge.ops import packed_weight
 from fledge.ops.compiled import MOST_ROWS, CompiledWeight, build
 from fledge.ops.compiled.threads import Threads
 from fledge.ops.tree_attention import VisibleChain
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree
 from support.targets import tiny_draft, tiny_target

@@ -24,6 +24,8 @@ from fledge.io.display import LINE_INTERVAL, ProgressDisplay, fit
 from fledge.io.hub import show_progress
 from fledge.targets.loading import load_target
 from fledge.targets.progress import counting_tensors
+from fledge.io.progress import show_progress
+from fledge.targets.loading import counting_tensors, load_target
 from support.chats import tiny_chats
 from support.files import write_rows
 from support.narrow import WIDTH, misfits

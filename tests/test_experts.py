@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.ops.experts import MOST_ROWS, Routing, experts, route
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from support.devices import distance, needs_triton
 from support.targets import tiny_target
 

@@ -12,6 +12,8 @@ from fledge.decode.engine import Engine
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.weights import save_draft
 from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
+from fledge.train.setup import draft as training_draft
 from fledge.types import Features
 from support.chats import tiny_chats
 from support.mutations import replace_function
@@ -52,13 +54,13 @@ def test_a_target_that_computes_nan_is_named(made, fledge, job, value):
 
 def test_logits_of_minus_infinity_are_allowed(target, monkeypatch):
     """Logits of -inf are valid, since some models exclude their padding tokens this way."""
-    engine, forward = Engine(target), target.head.forward
+    engine, forward = Engine(target), target.parts.head.forward
     free = engine.generate([5, 6, 7], max_new_tokens=5).tokens
 
     def forbidding(x):
         return forward(x).index_fill(-1, torch.tensor(free), float("-inf"))
 
-    monkeypatch.setattr(target.head, "forward", forbidding)
+    monkeypatch.setattr(target.parts.head, "forward", forbidding)
     others = engine.generate([5, 6, 7], max_new_tokens=5).tokens
     assert len(others) == len(free) == 5 and not set(others) & set(free)
 

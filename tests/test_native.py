@@ -19,7 +19,7 @@ from fledge.decode import batch
 from fledge.decode.engine import Engine, load
 from fledge.ops import attention
 from fledge.targets.loading import load_target, target_of
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Features, Tree
 from support.rows import DOCUMENTS, row_of

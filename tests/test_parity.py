@@ -24,7 +24,7 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.ops import ttt_attention
 from fledge.ops.ttt_attention import OwnSteps, Queries
-from fledge.targets import transformers as transformers_target
+from fledge.targets import parts as parts_module
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import plan as plan_module
@@ -427,7 +427,7 @@ def test_a_rotary_that_switches_by_length_is_noticed(monkeypatch: pytest.MonkeyP
     row = row_of(SEVERAL)
     target, draft = models("phi3 longrope long")
     assert difference(draft, target, SEVERAL, row) <= TOLERANCE
-    monkeypatch.setattr(transformers_target, "fix_longrope", lambda *_: None)
+    monkeypatch.setattr(parts_module, "fix_longrope", lambda *_: None)
     target, draft = models("phi3 longrope long")
     assert difference(draft, target, SEVERAL, row) > 1e-3
 

@@ -24,7 +24,7 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from fledge.ops import products
 from fledge.ops.loss import KINDS
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import ttt
 from fledge.train.plan import DropTokens

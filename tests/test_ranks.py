@@ -35,8 +35,8 @@ from fledge.io.display import ProgressDisplay
 from fledge.states import writer as feature_writer
 from fledge.targets import sharded as sharded_module
 from fledge.targets.compatibility import resolve_layers
+from fledge.targets.distributed import target_bytes
 from fledge.targets.loading import load_target
-from fledge.targets.size import target_bytes
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import checkpoint, trainer
@@ -268,7 +268,7 @@ def load_sharded_target(ranks: Ranks, path: Path) -> TransformersTarget:
     with pytest.MonkeyPatch.context() as patch:
         replace_function(patch, sharded_module, "fully_shard", measured)
         target = load_target(path, dtype=torch.float64, mesh=ranks.mesh)
-    sizes, layers = target_bytes(target), len(target.layers)
+    sizes, layers = target_bytes(target), len(target.parts.layers)
     buffers = sum(x.nbytes for x in target.model.buffers())
     share = sizes.on_rank(ranks.size) + buffers
     assert share < sizes.whole

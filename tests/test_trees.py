@@ -25,7 +25,7 @@ from fledge.ops.dynamic_tree import Candidates
 from fledge.ops.fresh_rows import FreshRows
 from fledge.ops.tree_attention import Visible
 from fledge.targets.cache import TargetCache
-from fledge.targets.native.decoder import NativeDecoder
+from fledge.targets.native import NativeDecoder
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree, TreeShape, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken

@@ -113,7 +113,7 @@ def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
 @contextlib.contextmanager
 def _explaining_memory(options: CheckOptions) -> Iterator[None]:
     """Context manager: raises TargetTooLarge where there is not enough memory."""
-    from fledge.targets.size import out_of_memory
+    from fledge.targets.distributed import out_of_memory
 
     try:
         yield
@@ -133,8 +133,8 @@ def _too_large(options: CheckOptions, reason: str) -> str:
 def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarget:
     """The target; with --files-only without weights."""
     from fledge.io.machine import free_bytes, resolve_device
+    from fledge.targets.distributed import model_bytes
     from fledge.targets.loading import load_target
-    from fledge.targets.size import model_bytes
 
     device = resolve_device(options.device)
     load = functools.partial(

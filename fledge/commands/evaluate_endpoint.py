@@ -28,8 +28,8 @@ from fledge.measure.prompts import EvalPrompt, conversation, prompt_set_name, re
 from fledge.measure.record import check_record_path, write_record
 from fledge.options import parse_template_kwargs
 from fledge.targets.compatibility import check_fits
+from fledge.targets.distributed import out_of_memory
 from fledge.targets.loading import load_target
-from fledge.targets.size import out_of_memory
 
 if TYPE_CHECKING:
     from fledge.commands.evaluate import EvalOptions

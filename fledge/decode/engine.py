@@ -37,7 +37,7 @@ from fledge.ops.implementations import best_impl
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
-from fledge.targets.transformers import TransformersTarget
+from fledge.targets.parts import ModelTarget
 from fledge.types import Sampling, check_type
 
 BATCH = 16  # default number of requests decoded together
@@ -71,7 +71,7 @@ class Engine:
         check_type("template_kwargs", template_kwargs, dict | None, "a dict")
         self.drafting = _drafting(drafting, draft is not None)
         self.target, self.draft = target, draft
-        shared = target.model if isinstance(target, TransformersTarget) else target
+        shared = target.model if isinstance(target, ModelTarget) else target
         self._lock = _LOCKS.setdefault(shared, threading.RLock())
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)

@@ -1,11 +1,13 @@
-"""The key-value cache of a transformers target, with exact rollback, for several sequences of different lengths."""
+"""The caches of a transformers target: with exact rollback, for several sequences of different lengths, and of a model
+with recurrent layers, which cannot roll back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -19,32 +21,9 @@ def buffer_capacity(needed: int) -> int:
     return max(2 * needed, MIN_CAPACITY)
 
 
-def concatenate_buffers(buffers: Sequence[Tensor], needed: int) -> Tensor:
-    """Concatenates buffers [.., B, G, C, d] along B, with a capacity for `needed` slots.
-
-    The capacity may be smaller than before, so that the memory of a long sequence is freed after its end.
-    """
-    *lead, _, G, _, d = buffers[0].shape
-    out = buffers[0].new_zeros(*lead, sum(b.shape[-4] for b in buffers), G, buffer_capacity(needed), d)
-    start = 0
-    for buffer in buffers:
-        slots = min(buffer.shape[-2], out.shape[-2])
-        out[..., start : start + buffer.shape[-4], :, :slots, :] = buffer[..., :slots, :]
-        start += buffer.shape[-4]
-    return out
-
-
-def select_sequences(buffer: Tensor, indices: Tensor, needed: int) -> Tensor:
-    """The sequences at `indices` (int64) of a buffer [.., B, G, C, d], with at most the capacity for `needed` slots."""
-    return buffer[..., : buffer_capacity(needed), :].index_select(-4, indices)
-
-
-def move_slots(buffer: Tensor, from_BR: Tensor, to_BR: Tensor) -> None:
-    """Copies R slots within each sequence of a buffer [.., B, G, C, d]. The slot indices are int64 [B, R], and the two
-    sets may overlap."""
-    b = torch.arange(from_BR.shape[0], device=buffer.device)[:, None]
-    by_slot = buffer.transpose(-3, -2)  # [.., B, C, G, d]
-    by_slot[..., b, to_BR, :, :] = by_slot[..., b, from_BR, :, :]
+def sequences_of(buffer: Tensor) -> Tensor:
+    """The index of each sequence of a buffer [B, G, C, d], int64 [B, 1]."""
+    return torch.arange(buffer.shape[0], device=buffer.device)[:, None]
 
 
 class GrowingLayer(DynamicLayer):
@@ -61,22 +40,15 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new_states = (key_states, value_states)
-        if self.next_slot_BN is not None:
-            for buffer, states in zip(self.buffers, new_states, strict=True):
-                b = torch.arange(states.shape[0], device=buffer.device)[:, None]
-                buffer[b, :, self.next_slot_BN] = states.transpose(1, 2)
-            return self.keys, self.values
-        old = self.get_seq_length()
-        self.resize(old + key_states.shape[-2], new_states)
+        old, new_states = self.get_seq_length(), (key_states, value_states)
+        if self.next_slot_BN is None:
+            self.resize(old + key_states.shape[-2], new_states)
         for buffer, states in zip(self.buffers, new_states, strict=True):
-            buffer[..., old : self.get_seq_length(), :] = states
+            if self.next_slot_BN is None:
+                buffer[..., old : self.get_seq_length(), :] = states
+            else:
+                buffer[sequences_of(buffer), :, self.next_slot_BN] = states.transpose(1, 2)
         return self.keys, self.values
-
-    def replace_buffers(self, buffers: list[Tensor], length: int) -> None:
-        """Replaces the buffers by others with `length` slots in use."""
-        self.buffers = buffers
-        self.resize(length)
 
     def resize(self, length: int, like: Sequence[Tensor] = ()) -> None:
         """Makes `keys` and `values` views of the first `length` slots, and grows the buffers if needed. New buffers get
@@ -131,16 +103,16 @@ class TargetCache(Cache):
 
     @torch.inference_mode()
     def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
-        """See `fledge.targets.interface.Cache.keep`. Moves the paths' slots to directly after the kept tokens.
+        """Moves the paths' slots to directly after the kept tokens.
         Synchronizes the device."""
         if path_BR is not None:
             start = to_device([torch.tensor(self.committed)], path_BR.device)[0][:, None]
             place_R = torch.arange(path_BR.shape[1], device=path_BR.device)
             # behind the accepted nodes, slots are copied to themselves
             from_BR = start + torch.where(place_R < count_B[:, None], path_BR, place_R)
-            for layer in self.layers:
-                for buffer in layer.buffers:
-                    move_slots(buffer, from_BR.to(buffer.device), (start + place_R).to(buffer.device))
+            for buffer in (buffer for layer in self.layers for buffer in layer.buffers):
+                b, old_BR, new_BR = sequences_of(buffer), from_BR.to(buffer.device), (start + place_R).to(buffer.device)
+                buffer[b, :, new_BR] = buffer[b, :, old_BR]
         kept = [length + count for length, count in zip(self.committed, count_B.tolist(), strict=True)]
         if len(kept) == 1:
             self.rollback(kept[0])
@@ -154,9 +126,10 @@ class TargetCache(Cache):
             self.layers, self._lengths = [], []
             return
         lengths = [self.lengths[b] for b in sequences]
+        capacity = buffer_capacity(max(lengths))  # which frees the memory of a long sequence after its end
         for layer in self.layers:
             indices = torch.tensor(sequences, device=layer.keys.device)
-            layer.replace_buffers([select_sequences(b, indices, max(lengths)) for b in layer.buffers], max(lengths))
+            layer.buffers = [buffer[:, :, :capacity].index_select(0, indices) for buffer in layer.buffers]
         self._set_lengths(lengths)
 
     @torch.inference_mode()
@@ -165,10 +138,15 @@ class TargetCache(Cache):
         if not self.layers:
             self.layers, self._lengths = other.layers, other._lengths
             return
-        lengths = [*self.lengths, *other.lengths]
+        before, lengths = len(self.lengths), [*self.lengths, *other.lengths]
+        capacity = buffer_capacity(max(lengths))
         for layer, added in zip(self.layers, other.layers, strict=True):
-            pairs = zip(layer.buffers, added.buffers, strict=True)
-            layer.replace_buffers([concatenate_buffers(pair, max(lengths)) for pair in pairs], max(lengths))
+            for i, (ours, theirs) in enumerate(zip(layer.buffers, added.buffers, strict=True)):
+                _, G, _, d = ours.shape
+                layer.buffers[i] = ours.new_zeros(len(lengths), G, capacity, d)
+                for part, rows in ((ours, slice(before)), (theirs, slice(before, None))):
+                    used = part[:, :, :capacity]
+                    layer.buffers[i][rows, :, : used.shape[2]] = used
         self._set_lengths(lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -176,3 +154,57 @@ class TargetCache(Cache):
         for layer in self.layers:
             layer.next_slot_BN = None
             layer.resize(max(lengths))
+
+
+class RecurrentCache:
+    """The cache of a model with recurrent layers (state-space models, linear attention), which is the model's own cache
+    of one sequence; with `recompute`, no cache: every call runs the whole sequence again.
+
+    Has the methods of `TargetCache` that decoding without a draft needs.
+    """
+
+    def __init__(self, recompute: bool = False):
+        self.recompute = recompute
+        self.token_1T: Tensor | None = None
+        self.state: Any = None  # the cache that the model returned
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of the one sequence."""
+        return [0 if self.token_1T is None else self.token_1T.shape[1]]
+
+    def run(self, model: nn.Module, input_ids: Tensor, argument: str, **inputs: Any) -> Tensor:
+        """Runs tokens [1, N] after the earlier ones; the model takes its cache as `argument`. Returns its logits
+        [1, N, V], or [1, n, V] if `inputs` has `logits_to_keep` = n."""
+        N = input_ids.shape[1]
+        self.token_1T = input_ids if self.token_1T is None else torch.cat([self.token_1T, input_ids], dim=1)
+        if self.recompute:
+            return model(input_ids=self.token_1T, use_cache=False, **inputs).logits[:, -N:]
+        if self.state is not None:
+            inputs = {argument: self.state, **inputs}
+        out = model(input_ids=input_ids, use_cache=True, **inputs)
+        # transformers 5.24 renames it in outputs, also in those of a model's own code, whose argument has an older name
+        self.state = out["cache"] if "cache" in out else out.get(argument)
+        return out.logits
+
+    def trim_padding(self, lengths: Sequence[int]) -> None:
+        """Asserts that there is one prompt without padding."""
+        assert list(lengths) == self.lengths, (lengths, self.lengths)
+
+    def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
+        """Asserts that there is no tree, of which nodes would have to be removed. Does nothing, as all tokens are
+        kept."""
+        assert path_BR is None
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keeps the sequence, or without indices none."""
+        if not sequences:
+            self.token_1T = self.state = None
+
+    def append(self, other: RecurrentCache) -> None:
+        """Takes the sequence of another cache; this one must have none. Raises ValueError if it has one."""
+        if self.token_1T is not None:
+            raise ValueError(
+                "a target whose cache cannot be rolled back decodes one request at a time; use a batch of 1"
+            )
+        self.token_1T, self.state = other.token_1T, other.state

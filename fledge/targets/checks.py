@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fledge.io.fields import first_line
 from fledge.ops.sdpa import without_cudnn_sdpa
-from fledge.targets.cache import TargetCache
-from fledge.targets.recurrent import RecurrentCache
+from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.types import Tree
 
 if TYPE_CHECKING:
     from fledge.targets.interface import Cache, DecodingTarget
-    from fledge.targets.native.target import NativeTarget
+    from fledge.targets.native import NativeTarget
+    from fledge.targets.parts import ModelTarget
     from fledge.targets.transformers import TransformersTarget
 
 LONGEST_WINDOW = 512  # tokens; `check_masks` tests windows of attention up to this size
@@ -32,7 +32,7 @@ def nearly_equal(a: Tensor, b: Tensor, quantized: bool = False) -> bool:
     return bool((a - b).float().norm() <= tolerance * b.float().norm())
 
 
-def random_tokens(target: TransformersTarget, *shape: int, seed: int) -> Tensor:
+def random_tokens(target: ModelTarget, *shape: int, seed: int) -> Tensor:
     """Random token ids of the given shape, int64, on the target's device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(target.embedding.shape[0], shape, generator=generator).to(target.device)
@@ -51,9 +51,9 @@ def isolates_documents(target: TransformersTarget) -> bool:
 
 
 @torch.no_grad()
-def logits_problem(target: TransformersTarget) -> str:
-    """The reason why the model's logits cannot be computed from its final hidden states; empty if they can. Raises
-    ValueError if its logits are NaN or infinite."""
+def logits_problem(target: TransformersTarget, logits: Callable[[Tensor], Tensor]) -> str:
+    """The reason why `logits` of the model's final hidden states are not the model's own; empty if they are. Raises
+    ValueError if the model's logits are NaN or infinite."""
     read, written = target.embedding.shape[0], target.head_weight.shape[0]
     if read != written:
         return f"reads {read:,} tokens and predicts {written:,}, and fledge trains drafts of one vocabulary only"
@@ -61,7 +61,7 @@ def logits_problem(target: TransformersTarget) -> str:
     last_TD = target.run_decoder(tokens, torch.arange(7, device=target.device), ()).last_TD
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0].to(target.device)
     target.check_numbers(own)
-    if nearly_equal(target.logits(last_TD), own, bool(target.quantization)):
+    if nearly_equal(logits(last_TD), own, bool(target.quantization)):
         return ""
     return (
         "computes its logits in a way fledge does not know: its output head applied to the final hidden state differs "
@@ -70,7 +70,7 @@ def logits_problem(target: TransformersTarget) -> str:
 
 
 @torch.inference_mode()
-def native_problem(target: NativeTarget) -> str:
+def native_difference(target: NativeTarget) -> str:
     """The reason why a native target does not compute what its transformers model computes; empty if it does."""
     *_, tokens = _documents(target)
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0, -1:]
@@ -96,7 +96,7 @@ def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[C
         cache.select([])
 
 
-def _window_size(target: TransformersTarget) -> int:
+def _window_size(target: ModelTarget) -> int:
     """The largest window of attention in the config, in tokens; 0 without any. Those above LONGEST_WINDOW are left out,
     because running a text that is longer than them takes long."""
     names = "sliding_window", "attention_chunk_size", "window_size"
@@ -104,10 +104,9 @@ def _window_size(target: TransformersTarget) -> int:
     return max((n for n in sizes if isinstance(n, int) and n <= LONGEST_WINDOW), default=0)
 
 
-def _documents(target: TransformersTarget) -> list[Tensor]:
+def _documents(target: ModelTarget) -> tuple[Tensor, ...]:
     """Two documents of 9 tokens and one of 7."""
-    generator, vocabulary = torch.Generator().manual_seed(0), target.embedding.shape[0]
-    return [torch.randint(vocabulary, (n,), generator=generator).to(target.device) for n in (9, 9, 7)]
+    return random_tokens(target, 25, seed=0).split([9, 9, 7])
 
 
 @torch.inference_mode()
@@ -152,8 +151,7 @@ def cache_matches_full_pass(target: TransformersTarget) -> bool:
 
 
 @torch.inference_mode()
-def check_masks(target: TransformersTarget, requests: int) -> None:
-    """See `DecodingTarget.check_masks`."""
+def check_masks(target: ModelTarget, requests: int) -> None:
     requests = min(requests, 2)
     name, what = target.name or "the target", "trees" if requests == 1 else "several requests together"
     if target.rollback_problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed import broadcast
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
@@ -24,18 +25,18 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.quantizers import AutoQuantizationConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from fledge.config import RopeConfig, llama_names
 from fledge.io.fields import first_line, parse_dtype, read_json
 from fledge.io.hub import download_files, download_weights, split_revision
+from fledge.io.json_text import read_json
+from fledge.io.progress import progress_counter
 from fledge.targets import checks
-from fledge.targets.native.support import native_problem
-from fledge.targets.native.target import NativeTarget
-from fledge.targets.progress import counting_tensors
+from fledge.targets.native import NativeTarget, native_problem
+from fledge.targets.parts import ModelTarget, TargetParts
 from fledge.targets.quantized import loading_alone, quantization_of, run_once
-from fledge.targets.sharded import fill_from_first, shard_layers
+from fledge.targets.sharded import fill_with, shard_layers
 from fledge.targets.structure import find_decoder, layers_and_norm
 from fledge.targets.transformers import TransformersTarget
 
@@ -54,7 +55,7 @@ def load_target(
     implementation: str = "auto",
     mesh: DeviceMesh | None = None,
     weights: bool = True,
-) -> TransformersTarget:
+) -> ModelTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
     `dtype` is a torch dtype or one of the names of `fledge train --dtype`; None is float32 on the CPU, and the
@@ -71,8 +72,7 @@ def load_target(
     device, dtype = torch.device(device), parse_dtype(dtype)
     info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
     with _explaining_errors(path):
-        name, options = _hub_arguments(path, trust_remote_code)
-        config = _read_config(name, options)
+        name, options, config = _read_config(path, trust_remote_code)
         wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
         quantization = quantization_of(config)
         if quantization:  # otherwise transformers would leave out a quantization that it does not know
@@ -99,12 +99,12 @@ def load_target(
     _check_complete(path, info)
     options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
     if mesh is not None:
-        shard_layers(model, mesh, fill_from_first(device, mesh))
-        return TransformersTarget(model, tokenizer, sharded=True, **options)
-    if not weights:
-        return TransformersTarget(model, tokenizer, **options)
+        group = mesh.get_group()  # of which the first rank has the weights
+        shard_layers(model, mesh, fill_with(device, lambda x: broadcast(x, group=group, group_src=0)))
+    if mesh is not None or not weights:
+        return TransformersTarget(model, tokenizer, sharded=mesh is not None, **options)
     target = _make_target(model if quantization else model.to(device), tokenizer, implementation, **options)
-    target.quantization = quantization  # where a format cannot run, transformers may load other weights without it
+    target.parts.quantization = quantization  # where its format cannot run, transformers may load other weights
     return target
 
 
@@ -116,12 +116,12 @@ def load_head(
     max_length: int | None = None,
     trust_remote_code: bool = False,
     partial_layer: bool = False,
-) -> TransformersTarget | None:
-    """A target of which only the embedding, the head, the last decoder layer (without its experts) and the final norm
-    are loaded.
+) -> TargetParts | None:
+    """The parts of a target: only the embedding, the head, the last decoder layer (without its experts) and the final
+    norm are loaded.
 
-    It has the properties and `logits` of the whole target, which is all that training from stored features needs; the
-    other layers are on the meta device, so that it cannot run. Arguments and errors are those of `load_target`. Returns
+    They have the properties and `logits` of the whole target, which is all that training from stored features needs;
+    the other layers are on the meta device. Arguments and errors are those of `load_target`. Returns
     None if these weights do not have files of their own: for quantized models, for checkpoints without safetensors, and
     where transformers makes them of several tensors in the files.
 
@@ -130,8 +130,7 @@ def load_head(
     """
     device = torch.device(device)
     with _explaining_errors(path):
-        name, options = _hub_arguments(path, trust_remote_code)
-        config = _read_config(name, options)
+        name, options, config = _read_config(path, trust_remote_code)
         if quantization_of(config) and not partial_layer:
             return None
         if dtype is None:
@@ -147,27 +146,23 @@ def load_head(
             dict(shapes[id(p)] for part in parts for p in part.parameters() if id(p) not in mixture)
             for parts in (ends, layers[-1:])
         )
-        weights = _read_weights(name, model, needed if partial_layer else needed | layer, options)
-        if weights is None:
+        needed, layer = (needed, layer) if partial_layer else (needed | layer, {})
+        if (found := _read_weights(name, model, needed, layer, options)) is None:
             return None
-        if partial_layer:
-            weights |= _read_weights(name, model, layer, options, partial=True) or {}
-        weights = {key: x.to(device, dtype) for key, x in weights.items()}
+        weights = {key: x.to(device, dtype) for key, x in found.items()}
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
         tokenizer = _read_tokenizer(name, options)
-    return TransformersTarget(
-        model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code
-    )
+    return TargetParts(model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
 
 
 def _read_weights(
-    name: str, model: PreTrainedModel, shapes: Mapping[str, torch.Size], options: dict[str, Any], *,
-    partial: bool = False,
+    name: str, model: PreTrainedModel, needed: Mapping[str, torch.Size], more: Mapping[str, torch.Size],
+    options: dict[str, Any],
 ) -> dict[str, Tensor] | None:  # fmt: skip
     """The parameters of these names and shapes in a model's safetensors files, which may have them by names that
-    transformers changes. Returns None if they do not have all of them in floating-point numbers of 16 bits or more;
-    with `partial`, those that they have."""
+    transformers changes, in floating-point numbers of 16 bits or more. None if the files lack any of the `needed`; of
+    `more`, returns those that the files have."""
 
     def file_of(file: str) -> str | None:
         return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
@@ -181,6 +176,7 @@ def _read_weights(
         with safe_open(whole, "pt") as f:
             file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
     names = _names_in_files(file_by_key, model)
+    shapes = {**needed, **more}
     keys = {key: names[key] for key in shapes if key in names}
     found: dict[str, torch.Tensor] = {}
     files = {file_by_key[stored] for stored in keys.values()}
@@ -189,7 +185,7 @@ def _read_weights(
         with safe_open(file_of(file), "pt") as f:
             found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
     found = {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
-    return found if partial or found.keys() == shapes.keys() else None
+    return found if found.keys() >= needed.keys() else None
 
 
 def _names_in_files(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
@@ -206,7 +202,7 @@ def target_of(
     *,
     max_length: int | None = None,
     implementation: str = "auto",
-) -> TransformersTarget:
+) -> ModelTarget:
     """Makes a target of a loaded transformers model, which is not copied, and is frozen.
 
     `tokenizer` None loads the tokenizer from the model's `name_or_path`. `implementation` "native" computes with
@@ -235,13 +231,13 @@ def check_implementation(implementation: str) -> None:
 
 def _make_target(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, implementation: str, **options: Any
-) -> TransformersTarget:
+) -> ModelTarget:
     if implementation == "transformers":
         return TransformersTarget(model, tokenizer, **options)
     problem = native_problem(model, model.config.get_text_config(decoder=True))
     if not problem:
         native = NativeTarget(model, tokenizer, **options)
-        if not (problem := checks.native_problem(native)):
+        if not (problem := checks.native_difference(native)):
             return native
     if implementation == "native":
         raise ValueError(f"{options['name']} cannot run natively: {problem}; use the implementation transformers")
@@ -267,20 +263,17 @@ def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
         )
 
 
-def _hub_arguments(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
-    """A target's name, and the options, as transformers takes them."""
+def _read_config(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any], Any]:
+    """A target's name and the options as transformers takes them, and its config. Raises ValueError for a RoPE type
+    that is not supported, and OSError if the generation config, which names the tokens that end an answer, is
+    damaged."""
     name, revision = split_revision(path)
     # always explicit: otherwise transformers would ask on standard input, which may be the prompt
-    return name, dict(revision=revision, trust_remote_code=trust_remote_code)
-
-
-def _read_config(name: str, options: dict[str, Any]) -> Any:
-    """A target's config. Raises ValueError for a RoPE type that is not supported, and OSError if the generation config,
-    which names the tokens that end an answer, is damaged."""
+    options = dict(revision=revision, trust_remote_code=trust_remote_code)
     config = AutoConfig.from_pretrained(name, **options)
     RopeConfig.from_hf(llama_names(config.get_text_config(decoder=True)))
     _generation_config(name, options)
-    return config
+    return name, options, config
 
 
 def _generation_config(name: str, options: dict[str, Any]) -> GenerationConfig | None:
@@ -356,8 +349,8 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path} holds no config.json; a target is a directory as save_pretrained writes it")
     if Path(path).exists() and '"draft_vocab_size"' in (Path(path) / "config.json").read_text(errors="replace"):
         raise ValueError(f"{path} is a draft; the target is the model that it was trained for")
-    progress_bar_was_enabled, downloads_were_shown = is_progress_bar_enabled(), not are_progress_bars_disabled()
-    disable_progress_bar()  # also those of downloads
+    progress_bar_was_enabled, downloads_were_shown = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # also those of downloads
     if downloads_were_shown:
         enable_progress_bars()
     try:
@@ -381,7 +374,7 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
         raise ValueError(f"the target {path} cannot be loaded: {hub}{first_line(e).rstrip('.')}{_remedy(e)}") from e
     finally:
         if progress_bar_was_enabled:
-            enable_progress_bar()
+            logging.enable_progress_bar()
 
 
 def _adapter_on_hub(path: str | Path) -> str:
@@ -402,3 +395,28 @@ def _remedy(e: Exception) -> str:
     if "couldn't connect" in str(e):
         return ". Check its name; without a connection, only directories and downloaded models can be loaded"
     return ""
+
+
+@contextlib.contextmanager
+def counting_tensors(label: str) -> Iterator[None]:
+    """Context manager: transformers' loading of weights is counted, if progress is shown (`fledge.io.progress`)."""
+    if (counter := progress_counter()) is None:
+        yield
+        return
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        items = list(items)
+        with counter(label, len(items), unit="tensors") as advance:
+            for item in items:
+                yield item
+                advance(1)
+
+    def bar(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        loads = kwargs.get("desc") == "Loading weights" and args
+        return counted(args[0]) if loads else make(*args, **kwargs)
+
+    before = logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)

@@ -1,74 +1,231 @@
-"""The parts of a target that training reads beside its hidden states, for ranks on which the target does not run."""
+"""What all kinds of target have: a transformers model's weights, structure, limits and tokenizer."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, broadcast
 
-from fledge.targets.loading import load_target
-from fledge.targets.transformers import TransformersTarget
+from fledge.config import RopeConfig, llama_names
+from fledge.targets import checks
+from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, Target, TrainingTarget
+from fledge.targets.quantized import quantization_of, weight_of
+from fledge.targets.sharded import gathered
+from fledge.targets.structure import (
+    find_decoder,
+    fix_longrope,
+    last_layer_weights,
+    layers_and_norm,
+    use_few_row_products,
+)
 
-EMBEDDING, HEAD, BIAS, LAST = "embedding", "head", "head bias", "last layer "
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each part
+class TargetParts(Target):
+    """A transformers model and its tokenizer, with the parts that training and decoding read beside the forward pass:
+    embedding, head, final norm, the weights of the last layer, config. The model is not copied, and is frozen.
 
+    For a model that does not run, only embedding, head, norm and last layer need to have values; `last_layer` are the
+    last layer's weights if the model does not have them either.
 
-class TargetParts(TransformersTarget):
-    """A target of which only the embedding, the head and the weights of the last layer are there. It has the properties
-    and `logits` of the whole target, and cannot run."""
+    The model is modified in two ways. longrope's factors are fixed to those for `max_length`. On a CPU, linear layers
+    compute by `ops.linear`, which changes speed and rounding only.
 
-    def __init__(self, model: nn.Module, tokenizer: Any, last_layer: dict[str, Tensor], **options: Any):
-        super().__init__(model, tokenizer, **options)
-        self._last_layer = last_layer
+    The model's layers may be on several devices, as transformers' `device_map` places them. `device` is then the
+    embedding's, where tokens are expected and where hidden states and logits are returned.
+
+    `sharded` tells whether the layers are sharded over several ranks (`targets.sharded`). `quantization` names the
+    format of quantized weights, and is empty for others. `head_weight` and the last layer's weights are those that the
+    format's modules compute with. `moves` counts how often `follow_weights` has found the weights elsewhere.
+
+    `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported, and for
+    embeddings that are quantized.
+    """
+
+    implementation = "none"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        name: str = "",
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+        sharded: bool = False,
+        last_layer: dict[str, Tensor] | None = None,
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.name, self.trust_remote_code = tokenizer, name, trust_remote_code
+        self.sharded, self.moves, self._last_layer = sharded, 0, last_layer
+        self.config = model.config.get_text_config(decoder=True)
+        self.decoder = find_decoder(model, self.config.num_hidden_layers)
+        self.head = model.get_output_embeddings()
+        self.quantization = quantization_of(model.config)
+        try:
+            self.embedding: Tensor = weight_of(model.get_input_embeddings(), torch.float32)
+        except ValueError as e:
+            raise ValueError(f"{name or 'the target'} cannot be used: {e}; use a checkpoint that leaves it out") from e
+        self.shape = llama_names(self.config) | {"vocab_size": self.embedding.shape[0]}
+        self.context: int = self.shape.get("max_position_embeddings", UNLIMITED)
+        self.max_length = max_length or self.context
+        rope = RopeConfig.from_hf(self.shape).for_length(self.max_length)
+        fix_longrope(self.decoder, rope)
+        if rope.rope_type == "longrope" and not rope.long:
+            self.context = rope.original_max_position_embeddings  # which the short factors are for
+        rotations = (module.rotary_emb for module in self.decoder.modules() if hasattr(module, "rotary_emb"))
+        self.rotary = any(not hasattr(r, "embed_positions") for r in rotations)  # GPT-J has a table of rotations
+        if self.device.type == "cpu":
+            use_few_row_products(model)
+        self.note_places()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The end-of-sequence ids of the generation config, the model's config and the tokenizer."""
+        found: set[int] = set()
+        generation = getattr(self.model, "generation_config", None)
+        for part in (generation, self.config, self.tokenizer):
+            ids = getattr(part, "eos_token_id", None)
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return frozenset(found)
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers. Raises ValueError, as `norm` does, if they cannot be identified. The model can then still
+        decode without a draft."""
+        return layers_and_norm(self.decoder, self.config.num_hidden_layers)[0]
+
+    @cached_property
+    def norm(self) -> nn.Module:
+        """The final norm, whose output is the head's input."""
+        return layers_and_norm(self.decoder, self.config.num_hidden_layers)[1]
+
+    @cached_property
+    def head_weight(self) -> Tensor:
+        if self.head.weight is self.model.get_input_embeddings().weight:
+            return self.embedding
+        return weight_of(self.head, self.dtype)
+
+    @property
+    def plain_head(self) -> bool:
+        scalings = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+        return getattr(self.head, "bias", None) is None and not any(getattr(self.config, s, None) for s in scalings)
 
     def last_layer_weights(self) -> dict[str, Tensor]:
-        return self._last_layer
+        if self._last_layer is not None:
+            return self._last_layer
+        with gathered(self.layers[-1]):
+            eps = float(self.shape.get("rms_norm_eps", 1e-5))
+            found = last_layer_weights(self.layers[-1], self.norm, eps, self.dtype)
+            return {name: weight.clone() for name, weight in found.items()} if self.sharded else found
+
+    @torch.no_grad()
+    def logits(self, last_ND: Tensor) -> Tensor:
+        """Applies the head, and the scalings in the config."""
+        device = next(x.device for x in (*self.head.parameters(), *self.head.buffers()))
+        logits = self.head(last_ND.to(device)).to(last_ND.device)
+        if scale := getattr(self.config, "logits_scaling", None):  # Granite
+            logits = logits / scale
+        if scale := getattr(self.config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    # -- weights that are moved ---------------------------------------------------------------------------------
+
+    @cached_property
+    def parameters(self) -> list[Tensor]:
+        """The model's parameters: their list, since collecting them takes as long as a token of a small model."""
+        return list(self.model.parameters())
+
+    @cached_property
+    def _watched(self) -> list[nn.Module]:
+        """The modules with parameters of the embedding, the head, and the first and the last layer: where these are
+        tells whether the model was moved, and looking at all takes too long for each request."""
+        try:
+            layers = [self.layers[0], self.layers[-1]]
+        except ValueError:  # they cannot be identified
+            layers = []
+        parts = [self.model.get_input_embeddings(), self.head, *layers]
+        found = [module for part in parts if part is not None for module in part.modules()]
+        return [module for module in found if next(module.parameters(recurse=False), None) is not None]
+
+    def _weights_at(self) -> list[Any]:
+        """What differs after the model's weights were moved, converted or replaced by others."""
+        if self.sharded:
+            return []
+        return [(p.data_ptr(), p.dtype) for module in self._watched for p in module.parameters(recurse=False)]
+
+    def note_places(self) -> None:
+        """Notes where the weights are now, for `follow_weights`."""
+        self._places = self._weights_at()
+
+    def follow_weights(self) -> bool:
+        """Reads the model's weights again if they were moved, converted or replaced, and returns whether they were."""
+        if self._weights_at() == self._places:
+            return False
+        self.embedding = weight_of(self.model.get_input_embeddings(), torch.float32)
+        for name in ("head_weight", "parameters"):
+            vars(self).pop(name, None)
+        self.note_places()
+        self.moves += 1
+        return True
 
 
-def parts_of(target: TransformersTarget) -> dict[str, Tensor]:
-    """The parts of a target by name; of tied weights, the embedding alone. All ranks that share the target call it."""
-    parts = {EMBEDDING: target.embedding}
-    if target.head_weight is not target.embedding:
-        parts[HEAD] = target.head_weight
-    if (bias := getattr(target.head, "bias", None)) is not None:
-        parts[BIAS] = bias
-    parts |= {LAST + name: weight for name, weight in target.last_layer_weights().items()}
-    return {name: x.detach().to(target.device).contiguous() for name, x in parts.items()}
+def _of_parts(name: str) -> Any:
+    """A property of `ModelTarget` that is the attribute of its parts with this name."""
+    return property(attrgetter(f"parts.{name}"))
 
 
-def layout_of(parts: dict[str, Tensor]) -> Layout:
-    return {name: (tuple(x.shape), x.dtype) for name, x in parts.items()}
+class ModelTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
+    """A target that computes a transformers model. Its properties are those of its `parts`."""
 
+    parts: TargetParts
+    _logits_problem: str  # the reason why `logits` differ from the model's own; empty if they do not
 
-def send_parts(parts: dict[str, Tensor], source: int, group: ProcessGroup) -> None:
-    """Sends the parts from rank `source` to a group, of which the others `receive_parts`."""
-    for x in parts.values():
-        broadcast(x, src=source, group=group)
+    name = _of_parts("name")
+    tokenizer = _of_parts("tokenizer")
+    trust_remote_code = _of_parts("trust_remote_code")
+    shape = _of_parts("shape")
+    num_layers = _of_parts("num_layers")
+    max_length = _of_parts("max_length")
+    context = _of_parts("context")
+    stop_ids = _of_parts("stop_ids")
+    rotary = _of_parts("rotary")
+    device = _of_parts("device")
+    dtype = _of_parts("dtype")
+    embedding = _of_parts("embedding")
+    head_weight = _of_parts("head_weight")
+    plain_head = _of_parts("plain_head")
+    moves = _of_parts("moves")
+    norm = _of_parts("norm")
+    model = _of_parts("model")
+    config = _of_parts("config")
+    quantization = _of_parts("quantization")
+    sharded = _of_parts("sharded")
 
+    def last_layer_weights(self) -> dict[str, Tensor]:
+        return self.parts.last_layer_weights()
 
-def receive_parts(layout: Layout, source: int, group: ProcessGroup, device: torch.device) -> dict[str, Tensor]:
-    """The parts that rank `source` sends."""
-    parts = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in layout.items()}
-    send_parts(parts, source, group)
-    return parts
+    def check_logits(self) -> None:
+        """Raises ValueError also if the model's logits are NaN or infinite."""
+        if self._logits_problem:
+            raise ValueError(f"{self.name or 'the target'} {self._logits_problem}")
 
-
-def target_of_parts(
-    path: str | Path, parts: dict[str, Tensor], *, max_length: int | None = None, trust_remote_code: bool = False
-) -> TargetParts:
-    """A target whose config and tokenizer are read, and whose parts are given. Raises ValueError as `load_target`."""
-    empty = load_target(path, max_length=max_length, trust_remote_code=trust_remote_code, weights=False)
-    embedding = nn.Parameter(parts[EMBEDDING], requires_grad=False)
-    empty.model.get_input_embeddings().weight = embedding
-    empty.head.weight = nn.Parameter(parts[HEAD], requires_grad=False) if HEAD in parts else embedding
-    if BIAS in parts:
-        empty.head.bias = nn.Parameter(parts[BIAS], requires_grad=False)
-    last_layer = {name.removeprefix(LAST): x for name, x in parts.items() if name.startswith(LAST)}
-    return TargetParts(
-        empty.model, empty.tokenizer, last_layer, name=str(path), max_length=max_length,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    def check_masks(self, requests: int = 1) -> None:
+        checks.check_masks(self, requests)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -43,12 +42,6 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Fill) -> None:
     for layer in layers:  # once outside of inference mode, in which the buffers of gathered weights must not be made
         with gathered(layer):
             pass
-
-
-def fill_from_first(device: torch.device, mesh: DeviceMesh) -> Fill:
-    """A `fill` for `shard_layers`: the first rank of a mesh has the values, the model of any other may be on the meta
-    device."""
-    return fill_with(device, lambda x: dist.broadcast(x, group=mesh.get_group(), group_src=0))
 
 
 def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Fill:

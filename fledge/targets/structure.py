@@ -1,21 +1,29 @@
-"""Finds the parts of a transformers model: decoder, decoder layers, final norm, the last layer's weights, and the
-argument of its forward pass that takes a cache."""
+"""The structure of a transformers model. Finds its decoder, decoder layers, final norm, the last layer's weights, and
+the argument of its forward pass that takes a cache. Replaces what does not suit: longrope's choice of factors, and the
+products of linear layers on a CPU, where a decoding round has few rows."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.config import RopeConfig
+from fledge.ops.linear import linear
 from fledge.targets.quantized import weight_of
 
 # names of the argument, the newest first: transformers 5.24 gives a FutureWarning for past_key_values and cache_params,
 # which end with 5.40; earlier versions, and code that comes with a model, do not have `cache`; `state` is RWKV's
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The weights that some layers compute with now instead of their own. Not an attribute of the layers, since a model that
+# the caller has loaded should compute with its own weights at any other time, and be copied and pickled as before.
+_INSTEAD: dict[nn.Linear, Tensor] = {}
 
 
 def find_decoder(model: nn.Module, n: int) -> nn.Module:
@@ -138,3 +146,34 @@ def _gains(norm: nn.Module | None, eps: float) -> Tensor | None:
     x = torch.linspace(-1, 2, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
     same = torch.allclose(norm(x), F.rms_norm(x, weight.shape, weight, eps), rtol=2e-2, atol=2e-2)
     return weight if same else None
+
+
+def use_few_row_products(model: nn.Module) -> None:
+    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.linear`. Leaves subclasses and modules
+    with a replaced forward as they are."""
+    for module in model.modules():
+        if type(module) is nn.Linear and "forward" not in vars(module):
+            # a bound method, because torch.compile traces it once for all layers
+            module.forward = MethodType(forward, module)
+
+
+def forward(self: nn.Linear, x: Tensor) -> Tensor:  # by this name, pickle finds it in a layer
+    weight = _INSTEAD.get(self)
+    return linear(x, self.weight if weight is None else weight, self.bias)
+
+
+def few_row_layers(model: nn.Module) -> list[nn.Linear]:
+    """The layers whose forward `use_few_row_products` has replaced."""
+    replaced = (m for m in model.modules() if isinstance(m, nn.Linear) and "forward" in vars(m))
+    return [m for m in replaced if getattr(vars(m)["forward"], "__func__", None) is forward]
+
+
+@contextmanager
+def computing_with(weights: Mapping[nn.Linear, Tensor]) -> Iterator[None]:
+    """While it is entered, these of the `few_row_layers` compute with these weights."""
+    _INSTEAD.update(weights)
+    try:
+        yield
+    finally:
+        for layer in weights:
+            _INSTEAD.pop(layer, None)

@@ -31,7 +31,7 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.registry import new_draft
 from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import DecodingTarget, Target, TrainingTarget
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Features, Packed, Tree
 

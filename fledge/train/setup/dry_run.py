@@ -20,6 +20,9 @@ from fledge.io.display import ProgressDisplay, ResultPrinter, format_bytes, form
 from fledge.io.machine import resolve_device
 from fledge.states.vllm_source import ROWS_AHEAD
 from fledge.targets.size import target_bytes
+from fledge.states.budget import format_bytes
+from fledge.states.source import ROWS_AHEAD
+from fledge.targets.distributed import target_bytes
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, BEFORE, feed

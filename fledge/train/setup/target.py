@@ -17,9 +17,9 @@ from fledge.options import default_new_tokens
 from fledge.states.cache import FeatureCache
 from fledge.states.source import DiskFeatures
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
+from fledge.targets.distributed import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
-from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.feed import ReceivedFeatures
