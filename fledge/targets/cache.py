@@ -103,8 +103,7 @@ class TargetCache(Cache):
 
     @torch.inference_mode()
     def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
-        """Moves the paths' slots to directly after the kept tokens.
-        Synchronizes the device."""
+        """Moves the paths' slots to directly after the kept tokens. Synchronizes the device."""
         if path_BR is not None:
             start = to_device([torch.tensor(self.committed)], path_BR.device)[0][:, None]
             place_R = torch.arange(path_BR.shape[1], device=path_BR.device)
@@ -130,6 +129,7 @@ class TargetCache(Cache):
         for layer in self.layers:
             indices = torch.tensor(sequences, device=layer.keys.device)
             layer.buffers = [buffer[:, :, :capacity].index_select(0, indices) for buffer in layer.buffers]
+            layer.resize(max(lengths))  # frees the layer's old buffers before the next layer's are copied
         self._set_lengths(lengths)
 
     @torch.inference_mode()
@@ -147,6 +147,7 @@ class TargetCache(Cache):
                 for part, rows in ((ours, slice(before)), (theirs, slice(before, None))):
                     used = part[:, :, :capacity]
                     layer.buffers[i][rows, :, : used.shape[2]] = used
+            layer.resize(max(lengths))  # frees the layer's old buffers before the next layer's are copied
         self._set_lengths(lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:

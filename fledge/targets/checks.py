@@ -151,7 +151,7 @@ def cache_matches_full_pass(target: TransformersTarget) -> bool:
 
 
 @torch.inference_mode()
-def check_masks(target: ModelTarget, requests: int) -> None:
+def check_masks(target: ModelTarget, requests: int = 1) -> None:
     requests = min(requests, 2)
     name, what = target.name or "the target", "trees" if requests == 1 else "several requests together"
     if target.rollback_problem:

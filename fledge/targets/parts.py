@@ -77,8 +77,7 @@ class TargetParts(Target):
             self.context = rope.original_max_position_embeddings  # which the short factors are for
         rotations = (module.rotary_emb for module in self.decoder.modules() if hasattr(module, "rotary_emb"))
         self.rotary = any(not hasattr(r, "embed_positions") for r in rotations)  # GPT-J has a table of rotations
-        if self.device.type == "cpu":
-            use_few_row_products(model)
+        self.few_row_layers = use_few_row_products(model) if self.device.type == "cpu" else []
         self.note_places()
 
     @property
@@ -227,5 +226,4 @@ class ModelTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
         if self._logits_problem:
             raise ValueError(f"{self.name or 'the target'} {self._logits_problem}")
 
-    def check_masks(self, requests: int = 1) -> None:
-        checks.check_masks(self, requests)
+    check_masks = checks.check_masks

@@ -148,13 +148,15 @@ def _gains(norm: nn.Module | None, eps: float) -> Tensor | None:
     return weight if same else None
 
 
-def use_few_row_products(model: nn.Module) -> None:
-    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.linear`. Leaves subclasses and modules
-    with a replaced forward as they are."""
+def use_few_row_products(model: nn.Module) -> list[nn.Linear]:
+    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.linear`. Leaves subclasses and modules with
+    another forward as they are. Returns the layers that compute by `fledge.ops.linear`, replaced now or before."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
             # a bound method, because torch.compile traces it once for all layers
             module.forward = MethodType(forward, module)
+    replaced = (m for m in model.modules() if isinstance(m, nn.Linear) and "forward" in vars(m))
+    return [m for m in replaced if getattr(vars(m)["forward"], "__func__", None) is forward]
 
 
 def forward(self: nn.Linear, x: Tensor) -> Tensor:  # by this name, pickle finds it in a layer
@@ -162,15 +164,9 @@ def forward(self: nn.Linear, x: Tensor) -> Tensor:  # by this name, pickle finds
     return linear(x, self.weight if weight is None else weight, self.bias)
 
 
-def few_row_layers(model: nn.Module) -> list[nn.Linear]:
-    """The layers whose forward `use_few_row_products` has replaced."""
-    replaced = (m for m in model.modules() if isinstance(m, nn.Linear) and "forward" in vars(m))
-    return [m for m in replaced if getattr(vars(m)["forward"], "__func__", None) is forward]
-
-
 @contextmanager
 def computing_with(weights: Mapping[nn.Linear, Tensor]) -> Iterator[None]:
-    """While it is entered, these of the `few_row_layers` compute with these weights."""
+    """While it is entered, these of the layers of `use_few_row_products` compute with these weights."""
     _INSTEAD.update(weights)
     try:
         yield

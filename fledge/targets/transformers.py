@@ -19,7 +19,7 @@ from fledge.targets import checks
 from fledge.targets.attention import heads_per_key, install_attention, to_attention_mask
 from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.targets.parts import ModelTarget, TargetParts
-from fledge.targets.structure import cache_argument, computing_with, few_row_layers
+from fledge.targets.structure import cache_argument, computing_with
 from fledge.types import Features, Packed, Tree, group_documents
 
 # tokens of a forward pass over packed documents: the cost of transformers' packed mask grows with their square, while
@@ -134,15 +134,11 @@ class TransformersTarget(ModelTarget):
 
     # -- decoding -----------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _few_row_layers(self) -> list[nn.Linear]:
-        return [] if self.sharded else few_row_layers(self.model)
-
     def prepare_decoding(self) -> None:
         """On a CPU, linear layers decode with copies of their weights, made again if the weights have changed."""
         self.parts.follow_weights()
         self._copies = {}  # frees copies of changed weights
-        if layers := self._few_row_layers:
+        if layers := [] if self.sharded else self.parts.few_row_layers:
             aliases = packed_model(self, [layer.weight for layer in layers], self.parts.parameters, list)
             self._copies = {} if aliases is None else dict(zip(layers, aliases, strict=True))
 
@@ -263,18 +259,10 @@ class TransformersTarget(ModelTarget):
 
     # -- properties determined by running the model, once -------------------------------------------------------
 
-    @functools.cached_property
-    def packs(self) -> bool:
-        return checks.isolates_documents(self)
+    packs = functools.cached_property(checks.isolates_documents)
+    rollback_problem = functools.cached_property(checks.rollback_problem)
+    _cache_is_exact = functools.cached_property(checks.cache_matches_full_pass)
 
     @functools.cached_property
     def _logits_problem(self) -> str:
         return checks.logits_problem(self, self.logits)
-
-    @functools.cached_property
-    def rollback_problem(self) -> str:
-        return checks.rollback_problem(self)
-
-    @functools.cached_property
-    def _cache_is_exact(self) -> bool:
-        return checks.cache_matches_full_pass(self)
