@@ -22,9 +22,6 @@ from fledge.commands.plain_help import TABLE_WIDTH
 from fledge.drafts.weights import save_draft
 from fledge.io.display import LINE_INTERVAL, ProgressDisplay, fit
 from fledge.io.hub import show_progress
-from fledge.targets.loading import load_target
-from fledge.targets.progress import counting_tensors
-from fledge.io.progress import show_progress
 from fledge.targets.loading import counting_tensors, load_target
 from support.chats import tiny_chats
 from support.files import write_rows

@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import new_draft
-from fledge.targets.size import TargetBytes, target_bytes
 from fledge.targets.distributed import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.checkpoint import RunDirectory

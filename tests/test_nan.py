@@ -11,9 +11,7 @@ from safetensors.torch import load_file, save_file
 from fledge.decode.engine import Engine
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.weights import save_draft
-from fledge.targets.native.target import NativeTarget
 from fledge.targets.native import NativeTarget
-from fledge.train.setup import draft as training_draft
 from fledge.types import Features
 from support.chats import tiny_chats
 from support.mutations import replace_function

@@ -29,9 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fledge.config import RopeConfig, llama_names
 from fledge.io.fields import first_line, parse_dtype, read_json
-from fledge.io.hub import download_files, download_weights, split_revision
-from fledge.io.json_text import read_json
-from fledge.io.progress import progress_counter
+from fledge.io.hub import download_files, download_weights, progress_counter, split_revision
 from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
 from fledge.targets.parts import ModelTarget, TargetParts

@@ -12,7 +12,7 @@ from fledge.drafts.draft import Draft
 from fledge.ops.gradients import GradientSums
 from fledge.ops.loss import SLOTS_PER_GROUP, LossOptions
 from fledge.ops.ttt_attention import BLOCK
-from fledge.targets.size import TargetBytes, model_bytes
+from fledge.targets.distributed import TargetBytes, model_bytes
 from fledge.targets.transformers import PASS_TOKENS
 from fledge.train.feed import AHEAD
 from fledge.train.optim import state_bytes

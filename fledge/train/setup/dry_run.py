@@ -18,9 +18,6 @@ from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.io.display import ProgressDisplay, ResultPrinter, format_bytes, format_duration
 from fledge.io.machine import resolve_device
-from fledge.states.vllm_source import ROWS_AHEAD
-from fledge.targets.size import target_bytes
-from fledge.states.budget import format_bytes
 from fledge.states.source import ROWS_AHEAD
 from fledge.targets.distributed import target_bytes
 from fledge.targets.source import FeatureSource
