@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fledge.drafts.draft import Draft
     from fledge.drafts.weights import DraftFiles
     from fledge.io.display import ProgressDisplay, ResultPrinter
-    from fledge.targets.transformers import TransformersTarget
+    from fledge.targets.parts import ModelTarget
 
 ENGINES = ("vllm", "sglang")
 # questions to decode where a draft has no prompts of its own
@@ -130,7 +130,7 @@ def _too_large(options: CheckOptions, reason: str) -> str:
     )
 
 
-def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarget:
+def _load_target(options: CheckOptions, draft: DraftOnDisk) -> ModelTarget:
     """The target; with --files-only without weights."""
     from fledge.io.machine import free_bytes, resolve_device
     from fledge.targets.distributed import model_bytes
@@ -153,7 +153,7 @@ def _load_target(options: CheckOptions, draft: DraftOnDisk) -> TransformersTarge
 
 
 def _check_files(
-    report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None, engine: str | None
+    report: Report, draft: DraftOnDisk, target: ModelTarget, probe: Probe | None, engine: str | None
 ) -> None:
     """The checks that compute nothing."""
     from fledge.check import draft_files as files
@@ -198,7 +198,7 @@ def _with_kwargs(config: DraftConfig) -> str:
     return f", with chat_template_kwargs {json.dumps(kwargs)} in each request" if kwargs else ""
 
 
-def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
+def _layers_line(draft: DraftOnDisk, target: ModelTarget) -> str:
     """The layers that the draft reads, in the numbering of each engine."""
     from fledge.engines.support import TITLES
     from fledge.io.formats import to_engine
@@ -209,7 +209,7 @@ def _layers_line(draft: DraftOnDisk, target: TransformersTarget) -> str:
     return " and ".join(by_engine)
 
 
-def _renders(draft: DraftOnDisk, target: TransformersTarget, record: ProbeRecord) -> dict[str, list[str]]:
+def _renders(draft: DraftOnDisk, target: ModelTarget, record: ProbeRecord) -> dict[str, list[str]]:
     from fledge.check.probe import render_chats
     from fledge.data.template import ChatTemplate
 
@@ -254,7 +254,7 @@ def _other_files(name: str, engines: Sequence[str]) -> Iterator[str]:
             )
 
 
-def _replay_target(report: Report, target: TransformersTarget, probe: Probe) -> None:
+def _replay_target(report: Report, target: ModelTarget, probe: Probe) -> None:
     """Computes the probe's hidden states again."""
     from fledge.check import replays
     from fledge.check.findings import Finding
@@ -285,7 +285,7 @@ def _replay_draft(report: Report, draft: DraftOnDisk, probe: Probe) -> None:
 
 
 def _decode(
-    report: Report, name: str, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None,
+    report: Report, name: str, draft: DraftOnDisk, target: ModelTarget, probe: Probe | None,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Decodes a few prompts, if draft and target can be used together."""
@@ -313,15 +313,13 @@ def _decode(
     report.measured |= figures
 
 
-def _decoded(target: TransformersTarget, draft: Draft, before: ProbeDecoding) -> ProbeDecoding:
+def _decoded(target: ModelTarget, draft: Draft, before: ProbeDecoding) -> ProbeDecoding:
     from fledge.check.probe import decode
 
     return decode(target, draft, before.prompts, before.new_tokens, before.depth)
 
 
-def _decode_questions(
-    report: Report, draft: DraftFiles, target: TransformersTarget, say: Callable[[str], None]
-) -> None:
+def _decode_questions(report: Report, draft: DraftFiles, target: ModelTarget, say: Callable[[str], None]) -> None:
     """Decodes QUESTIONS with a draft without a record, as its files say and in other ways to read them."""
     from fledge.check.findings import Finding
     from fledge.check.probe import decode

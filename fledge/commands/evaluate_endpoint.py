@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fledge.config import DraftConfig
     from fledge.decode.engine import Engine
     from fledge.io.display import ResultPrinter
-    from fledge.targets.transformers import TransformersTarget
+    from fledge.targets.parts import ModelTarget
 
 NEW_TOKENS = 128
 MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees
@@ -150,7 +150,7 @@ def _draft_config(options: EvalOptions) -> DraftConfig | None:
     return config
 
 
-def _target_of(options: EvalOptions, config: DraftConfig | None) -> TransformersTarget | None:
+def _target_of(options: EvalOptions, config: DraftConfig | None) -> ModelTarget | None:
     """The sizes and the tokenizer of --target, if it is given; its weights are on the meta device."""
     if not options.target:
         return None

@@ -17,8 +17,10 @@ from fledge.io.fields import format_value
 from fledge.states.layout import needed_tokens
 from fledge.states.vllm_files import Captured
 from fledge.states.vllm_server import CONNECTIONS
+from fledge.states.vllm.files import Captured
+from fledge.states.vllm.server import CONNECTIONS
+from fledge.targets.parts import TargetParts
 from fledge.targets.source import RowIterator, all_finite
-from fledge.targets.transformers import TransformersTarget
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 3  # rows whose states are asked for before they are needed
@@ -49,7 +51,7 @@ class VllmFeatures:
     """
 
     def __init__(
-        self, states: States, target: TransformersTarget, layers: tuple[int, ...], captured: tuple[int, ...]
+        self, states: States, target: TargetParts, layers: tuple[int, ...], captured: tuple[int, ...]
     ):  # fmt: skip
         self.states, self.target, self.layers, self.captured = states, target, layers, captured
         if 0 in layers:

@@ -11,12 +11,12 @@ from fledge.states.vllm_files import UNCHECKED, StatesFolder, serve_command
 from fledge.states.vllm_server import VllmServer
 from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.loading import load_head
-from fledge.targets.transformers import TransformersTarget
+from fledge.targets.parts import TargetParts
 from fledge.train.setup.options import TargetOptions
 from fledge.train.setup.recipe import DataRecipe, ServedRecipe
 
 
-def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TransformersTarget:
+def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TargetParts:
     """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and what is not
     quantized of the last layer. Raises ValueError if the checkpoint does not have them by their names."""
     target = load_head(
@@ -31,7 +31,7 @@ def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) 
     return target
 
 
-def check_connector(target: TransformersTarget) -> None:
+def check_connector(target: TargetParts) -> None:
     """Raises ValueError for a target with multi-head latent attention, which vLLM's connector refuses."""
     config = target.config
     # vLLM computes MiniCPM3 with ordinary attention
@@ -43,7 +43,7 @@ def check_connector(target: TransformersTarget) -> None:
 
 
 def open_served_features(
-    served: ServedRecipe, target: TransformersTarget, layers: tuple[int, ...], max_length: int,
+    served: ServedRecipe, target: TargetParts, layers: tuple[int, ...], max_length: int,
     say: Callable[[str], None],
 ) -> VllmFeatures:  # fmt: skip
     """vLLM's features of the given layers, for documents of at most `max_length` tokens. Raises ValueError if they are

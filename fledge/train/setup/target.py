@@ -20,8 +20,8 @@ from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
 from fledge.targets.distributed import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
+from fledge.targets.parts import ModelTarget, TargetParts
 from fledge.targets.source import FeatureSource, LiveFeatures
-from fledge.targets.transformers import TransformersTarget
 from fledge.train.feed import ReceivedFeatures
 from fledge.train.setup.options import TargetOptions
 from fledge.train.setup.recipe import DataRecipe, ExistingDraft, Recipe
@@ -46,7 +46,7 @@ class PlannedTarget:
     the number of new tokens per prompt when τ is measured. `decodes` tells whether τ can be measured by decoding.
     """
 
-    target: TransformersTarget
+    target: ModelTarget | TargetParts
     layers: tuple[int, ...]
     template: ChatTemplate
     max_length: int
@@ -141,7 +141,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Calla
     )
 
 
-def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
+def _known(recipe: Recipe, target: Target, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
     """The fields of `PlannedTarget`."""
     return dict(
         target=target,
@@ -153,9 +153,7 @@ def _known(recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], 
     )
 
 
-def open_target(
-    requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
-) -> TransformersTarget:
+def open_target(requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None) -> ModelTarget:
     """Loads a target, and shards it over the ranks of a mesh. Raises ValueError if documents may be longer than its
     context."""
     target = load_target(
@@ -166,7 +164,7 @@ def open_target(
     return target
 
 
-def check_length(data: DataRecipe, target: TransformersTarget) -> None:
+def check_length(data: DataRecipe, target: Target) -> None:
     """Raises ValueError if documents may be longer than the target's context."""
     if data.max_length and data.max_length > target.context:
         raise ValueError(
@@ -174,7 +172,7 @@ def check_length(data: DataRecipe, target: TransformersTarget) -> None:
         )
 
 
-def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget | None:
+def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TargetParts | None:
     """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
     requested, device = recipe.options, recipe.options.device
     if recipe.served:
@@ -192,7 +190,7 @@ def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TransformersTarget
     return head
 
 
-def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
+def live_features(target: ModelTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
     """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
     source = LiveFeatures(target, layers)
     if target.quantization:
@@ -202,7 +200,7 @@ def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Call
     return source
 
 
-def quantization_note(target: TransformersTarget) -> str:
+def quantization_note(target: ModelTarget | TargetParts) -> str:
     """What to know about the hidden states of a quantized target."""
     return (
         f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
@@ -210,7 +208,7 @@ def quantization_note(target: TransformersTarget) -> str:
     )
 
 
-def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
+def _check_origin(cache: FeatureCache, target: Target) -> None:
     """Raises ValueError if features on disk were computed by another target, or with another tokenizer."""
     known = cache.manifest
     for what, ours, theirs in (
@@ -224,7 +222,7 @@ def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
             )
 
 
-def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...]) -> DiskFeatures:
+def _stored_features(cache: FeatureCache, target: ModelTarget | TargetParts, layers: tuple[int, ...]) -> DiskFeatures:
     """Features on disk, which are those of the target. Raises ValueError if they are not those that a draft of these
     layers reads, or not complete."""
     known = cache.manifest
@@ -265,7 +263,7 @@ def retain_freed_memory() -> bool:
     return all([libc.mallopt(option, value) for option, value in options.items()])
 
 
-def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
+def _layers(recipe: Recipe, target: Target) -> tuple[int, ...]:
     """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
     existing draft that does not fit it."""
     draft = recipe.draft
@@ -283,7 +281,7 @@ def _decoding_option(recipe: Recipe) -> str | None:
     return "--eval-every" if recipe.options.eval_every else "--eval-prompts" if recipe.options.eval_prompts else None
 
 
-def _decodes(recipe: Recipe, target: TransformersTarget, say: Callable[[str], None]) -> bool:
+def _decodes(recipe: Recipe, target: ModelTarget | TargetParts, say: Callable[[str], None]) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
     if reads_features_only(recipe):
         remedy = "fledge eval measures it afterwards" if recipe.served else "--eval-every measures it"
