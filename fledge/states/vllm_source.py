@@ -17,8 +17,6 @@ from fledge.io.fields import format_value
 from fledge.states.layout import needed_tokens
 from fledge.states.vllm_files import Captured
 from fledge.states.vllm_server import CONNECTIONS
-from fledge.states.vllm.files import Captured
-from fledge.states.vllm.server import CONNECTIONS
 from fledge.targets.parts import TargetParts
 from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
