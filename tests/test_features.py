@@ -30,6 +30,7 @@ from fledge.states import writer as writer_module
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import (
     FP8_MAX,
+    HEADER_BYTES,
     PRECISIONS,
     Layout,
     Sizes,
@@ -129,7 +130,7 @@ def test_bytes_a_token_of_an_8b_target() -> None:
         supervised = int(2048 * share)
         documents = [document(2048, (2048 - supervised, 2048), seed=i) for i in range(4)]
         sizes = Sizes.of(documents, layout)
-        total = sizes.bytes(layout, 0, 4) + 8 * 4 * 2048
+        total = HEADER_BYTES + layout.bytes(*sizes.total(0, 4)) + 8 * 4 * 2048
         assert 0.95 * most < total / (4 * 2048) <= most
 
 
@@ -292,7 +293,7 @@ def test_pieces_are_consecutive_and_of_equal_size(sizes: list[int], most: int) -
 
 @pytest.mark.parametrize("precision", ["float32", "fp8"])
 def test_rows_read_ahead_in_small_pieces(precision: str, target, live, tmp_path, monkeypatch) -> None:
-    """By several threads into two slots that are used in turn; some rows are not asked for."""
+    """Into two slots that are used in turn; some rows are not asked for."""
     cache = new_cache(tmp_path / "cache", DOCUMENTS, layout_of(target, precision))
     writer_of(cache, live).write()
     rows = Rows(DOCUMENTS, 60, seed=0)
@@ -329,8 +330,8 @@ class Late:
         part.content = bytes(pinned.numpy())
 
 
-def test_pinned_buffers_are_not_overwritten_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is slow to copy, with more threads than buffers."""
+def test_the_pinned_buffer_is_not_overwritten_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is slow to copy, with several threads."""
     event = SimpleNamespace(record=lambda stream: None, synchronize=Late.synchronize)
     for name, value in {
         "Stream": lambda device: None, "Event": lambda blocking: event, "stream": contextlib.nullcontext,
@@ -339,7 +340,7 @@ def test_pinned_buffers_are_not_overwritten_before_they_are_copied(monkeypatch: 
         monkeypatch.setattr(torch.cuda, name, value)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: empty(size, dtype=dtype))
-    uploader, parts = Uploader(torch.device("cuda"), 2), [Late(5 + i) for i in range(20)]
+    uploader, parts = Uploader(torch.device("cuda")), [Late(5 + i) for i in range(20)]
 
     def fill(i: int) -> None:
         def read(into: memoryview) -> None:

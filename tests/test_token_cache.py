@@ -253,19 +253,19 @@ def test_an_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.Mo
     """A file's hash is remembered, unless the file is so new that another change could leave its times as they are."""
     chats, hashed, digest = tiny_chats(tmp_path / "chats.jsonl", 5), [], token_cache.hashlib.file_digest
     monkeypatch.setattr(token_cache.hashlib, "file_digest", lambda f, kind: hashed.append(f.name) or digest(f, kind))
-    memory = tmp_path / "memory"
-    first = token_cache.content_sha256(chats, memory)
-    assert token_cache.content_sha256(chats, memory) == first and len(hashed) == 2 and not memory.exists()
+    cache = tmp_path / "cache"
+    first = token_cache.content_sha256(chats, cache)
+    assert token_cache.content_sha256(chats, cache) == first and len(hashed) == 2 and not cache.exists()
     now = time.time_ns()
     monkeypatch.setattr(token_cache.time, "time_ns", lambda: now + 3 * token_cache.SETTLED_NS)
-    assert [token_cache.content_sha256(chats, memory) for _ in range(3)] == [first] * 3 and len(hashed) == 3
+    assert [token_cache.content_sha256(chats, cache) for _ in range(3)] == [first] * 3 and len(hashed) == 3
     times = chats.stat()
     chats.write_text(chats.read_text().replace("bird", "wing", 1))
     os.utime(chats, ns=(times.st_atime_ns, times.st_mtime_ns))  # a change that keeps size and time
-    assert token_cache.content_sha256(chats, memory) != first
-    (note,) = memory.iterdir()
+    assert token_cache.content_sha256(chats, cache) != first
+    (note,) = (cache / "hashes").iterdir()
     note.write_text("{")
-    assert token_cache.content_sha256(chats, memory) != first and len(hashed) == 5
+    assert token_cache.content_sha256(chats, cache) != first and len(hashed) == 5
 
 
 # -- damage, killed writers, several processes ------------------------------------------------------------------------

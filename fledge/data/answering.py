@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fledge.data.chat_fields import MARK, REASONING_FIELDS
+from fledge.data.chat_fields import MARK, REASONING_FIELDS, without_spaces
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate, EndlessTemplate
 
@@ -172,11 +172,6 @@ def _ends(template: ChatTemplate, rest: str) -> bool:
     """Whether a turn ends before the text `rest`: with a stop token, or without one in a template that has none."""
     ids = template.rendered_ids(rest.lstrip())
     return not ids or ids[0] in template.stop_ids or template.stop_ids.isdisjoint(ids)
-
-
-def without_spaces(text: str) -> str:
-    """A text without white space, which templates trim."""
-    return "".join(text.split())
 
 
 def answer_text(template: ChatTemplate, prompt: Sequence[int], ids: Sequence[int]) -> str:

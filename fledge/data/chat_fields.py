@@ -196,15 +196,15 @@ def find_losses(
 ) -> tuple[str, ...]:
     """The keys of LOSSES that apply to a conversation. `texts` gives the text of all its documents."""
     found = []
-    thoughts = [r for m in messages if m["role"] == "assistant" and (r := _reasoning_of(m)).strip()]
-    if thoughts and not _all_in(thoughts, texts()):
-        found.append("reasoning")
+    thoughts = [r for m in messages if m["role"] == "assistant" and (r := without_spaces(_reasoning_of(m)))]
+    if thoughts:
+        text = without_spaces(texts())
+        found += [] if all(thought in text for thought in thoughts) else ["reasoning"]
     if not fields.calls and any(m.get("tool_calls") for m in messages):
         found.append("calls")
     return (*found, *(["tools"] if tools and not fields.tools else []))
 
 
-def _all_in(parts: Sequence[str], text: str) -> bool:
-    """Whether a text contains all parts, whatever their white space, which templates trim."""
-    text = "".join(text.split())
-    return all("".join(part.split()) in text for part in parts)
+def without_spaces(text: str) -> str:
+    """A text without white space, which templates trim."""
+    return "".join(text.split())

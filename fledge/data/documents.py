@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from fledge.io.files import disk_full_errno
+
+T = TypeVar("T")
 
 ITEM_BYTES = 4  # tokens and spans are int32
 RELEASE_BYTES = 1 << 26  # when so many bytes may have been mapped, a `TokenFile` gives its pages back
@@ -105,6 +107,21 @@ class DocumentTable(Sequence[Document]):
         a = int(self.starts[i])
         b = a + int(self.lengths[i])
         return Document(self.tokens[a:b], self.spans[a:b])
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], enough: int, most: int | None = None) -> Iterator[list[T]]:
+    """Successive items in groups. A group ends when the sizes of its items are `enough` together, or with `most` items
+    (None: any number)."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= enough or len(group) == most:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def lengths_of(documents: Sequence[Document]) -> np.ndarray:

@@ -59,13 +59,7 @@ def parse_record(row: Any, where: str) -> Record:
     if record.text is not None or not (kwargs := row.get("chat_template_kwargs")):
         return record
     what = f"{where}: its `chat_template_kwargs`"
-    if isinstance(kwargs, str):  # as in tables
-        try:
-            kwargs = parse_json(kwargs)
-        except ValueError as e:
-            raise ValueError(f"{what} are a text that is not JSON: {_short(kwargs)}") from e
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"{what} are a {type(kwargs).__name__}, not an object: {_short(kwargs)}")
+    kwargs = _json_value(kwargs, dict, what)
     return replace(record, template_kwargs=check_template_kwargs(kwargs, what) or None)
 
 
@@ -74,8 +68,10 @@ def _parse_layout(row: dict[str, Any], where: str) -> Record:
     has_instruction = isinstance(row.get("instruction"), str)
     if listed := row.get("messages") or row.get("conversations"):
         return _chat(row, _message_list(row, listed, where), where)
-    if isinstance(row.get("turns"), list) and row["turns"]:
-        return Record(where, turns=_turns(row["turns"], where))
+    if isinstance(turns := row.get("turns"), list) and turns:
+        if not all(isinstance(t, str) for t in turns):
+            raise ValueError(f"{where}: its `turns` are not a list of strings: {_short(turns)}")
+        return Record(where, turns=tuple(check_text(t, where) for t in turns))
     if prompt is not None and completion is not None:
         return _prompt_completion(row, prompt, completion, where)
     if has_instruction and row.get("output") is not None:
@@ -134,31 +130,31 @@ def _chat(row: dict[str, Any], messages: list[Any], where: str, prompt_length: i
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
     """The tools of a row: a list, or a JSON text of one, as in tables, whose columns cannot hold any schema."""
-    if isinstance(tools, str):
-        tools = _json_list(tools, f"{where}: its `tools`") if tools.strip() else None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{where}: its `tools` are a {type(tools).__name__}, not a list: {_short(tools)}")
-    return tools or None
+    if tools is None or (isinstance(tools, str) and not tools.strip()):
+        return None
+    return _json_value(tools, list, f"{where}: its `tools`") or None
 
 
 def _message_list(row: dict[str, Any], listed: Any, where: str) -> list[Any]:
     """The value of `messages` or `conversations` as messages with `role` and `content`."""
-    if isinstance(listed, str) and listed.lstrip().startswith("["):  # as in CSV files
-        listed = _json_list(listed, f"{where}: its messages")
-    if not isinstance(listed, list):
-        raise ValueError(f"{where}: its messages are a {type(listed).__name__}, not a list: {_short(listed)}")
+    if isinstance(listed, str) and not listed.lstrip().startswith("["):
+        raise ValueError(f"{where}: its messages are a str, not a list: {_short(listed)}")
+    listed = _json_value(listed, list, f"{where}: its messages")
     if all(map(_has_role, listed)):
         return [_known_role(m) for m in listed]
     return listed if row.get("messages") and not any(map(_is_turn, listed)) else [_sharegpt(t, where) for t in listed]
 
 
-def _json_list(text: str, what: str) -> list[Any]:
+def _json_value(given: Any, kind: type, what: str) -> Any:
+    """A list or an object, which may be given as JSON text, as in tables. Raises ValueError, calling it `what`, for
+    another text or value."""
     try:
-        value = parse_json(text)
+        value = parse_json(given) if isinstance(given, str) else given
     except ValueError as e:
-        raise ValueError(f"{what} are a text that is not JSON: {_short(text)}") from e
-    if not isinstance(value, list):
-        raise ValueError(f"{what} are a {type(value).__name__}, not a list: {_short(text)}")
+        raise ValueError(f"{what} are a text that is not JSON: {_short(given)}") from e
+    if not isinstance(value, kind):
+        wanted = "a list" if kind is list else "an object"
+        raise ValueError(f"{what} are a {type(value).__name__}, not {wanted}: {_short(given)}")
     return value
 
 
@@ -207,12 +203,6 @@ def _called(value: Any, where: str) -> list[dict[str, Any]]:
         )
     named = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     return [{"type": "function", "function": function} for function in named]
-
-
-def _turns(turns: list[Any], where: str) -> tuple[str, ...]:
-    if not all(isinstance(t, str) for t in turns):
-        raise ValueError(f"{where}: its `turns` are not a list of strings: {_short(turns)}")
-    return tuple(check_text(t, where) for t in turns)
 
 
 def _prompt_completion(row: dict[str, Any], prompt: Any, completion: Any, where: str) -> Record:
@@ -271,8 +261,9 @@ def _lacks_content(message: dict[str, Any]) -> bool:
 
 def _join_parts(content: Any, field: str, where: str) -> str:
     """The text of a list of text parts, joined by newlines."""
-    texts = [_text_of(part) for part in content] if isinstance(content, list) else [None]
-    if None in texts:
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"{where}: its {field} is {_short(content)}, but fledge only reads text: a string, or a list of "
             '{"type": "text", "text": ..} parts'
@@ -280,33 +271,21 @@ def _join_parts(content: Any, field: str, where: str) -> str:
     return "\n".join(texts)
 
 
-def _text_of(part: Any) -> str | None:
-    is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    return part["text"] if is_text else None
-
-
 # -- values -------------------------------------------------------------------------------------------------------
 
 
-class _NotJson(Exception):
-    """A value that JSON cannot represent, such as the dates and bytes of parquet files; the message is its type."""
-
-
-def _raise_not_json(value: Any) -> None:
-    raise _NotJson(type(value).__name__)
-
-
-_JSON = json.JSONEncoder(ensure_ascii=False, default=_raise_not_json)
-
-
 def _check_json(value: Any, where: str) -> None:
-    """Raises ValueError, naming the location, for a value that cannot be written as JSON in UTF-8."""
+    """Raises ValueError, naming the location, for a value that cannot be written as JSON in UTF-8, such as the dates
+    and bytes of parquet files."""
+
+    def refuse(part: Any) -> None:
+        kind = type(part).__name__
+        raise ValueError(f"{where}: it contains a {kind}, which JSON cannot represent; convert it to a string")
+
     try:
-        _JSON.encode(value).encode()
+        json.dumps(value, ensure_ascii=False, default=refuse).encode()
     except UnicodeEncodeError as e:
         raise ValueError(f"{where}: {_surrogate_message(e)}") from e
-    except _NotJson as e:
-        raise ValueError(f"{where}: it contains a {e}, which JSON cannot represent; convert it to a string") from e
     except RecursionError as e:
         raise ValueError(f"{where}: it is nested too deeply to be read") from e
 

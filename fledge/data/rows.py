@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fledge.data.sources import COMPRESSED, READABLE
-from fledge.io.fields import parse_json
+from fledge.io.fields import first_line, parse_json
 
 CHUNK = 1 << 20  # characters of a JSON list that are read at a time
 BATCH_ROWS = 256  # rows of a table that are converted at a time
@@ -51,10 +51,10 @@ def file_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} is not UTF-8 text ({e}); convert it first") from e
     except (OSError, csv.Error, _Damaged) as e:
         name = (path.suffix if path.suffix in COMPRESSED else kind).removeprefix(".")
-        reason = next(iter(str(e).strip().splitlines()), type(e).__name__).rstrip(".")
         after = f" after {read:,} rows" if read else ""
         raise ValueError(
-            f"{path} cannot be read as {name}{after}: {reason}; it may be truncated or damaged, or have the wrong name"
+            f"{path} cannot be read as {name}{after}: {first_line(e).rstrip('.')}; it may be truncated or damaged, or "
+            "have the wrong name"
         ) from e
 
 

@@ -54,7 +54,13 @@ class Source:
         if isinstance(value, Source):
             return value
         if isinstance(value, str) and value.lstrip().startswith("{") and not os.path.exists(value):
-            value = _json_object(value)
+            try:
+                value = parse_json(value)
+            except ValueError as e:
+                raise ValueError(
+                    f"{value} is neither a file nor JSON ({e}); write a source with options as "
+                    '\'{"source": "chats.jsonl", "template_kwargs": {"enable_thinking": true}}\''
+                ) from e
         return Source(*split_share(value)) if isinstance(value, str) else _from_mapping(value)
 
     def as_option(self) -> str | dict[str, Any]:
@@ -99,16 +105,6 @@ def is_local(name: str) -> bool:
     A hub id may look like `owner/name-2.5:train[:100]`.
     """
     return os.path.exists(name) or Path(name).suffix in (*READABLE, *COMPRESSED) or not HUB_ID.fullmatch(name)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return parse_json(text)
-    except ValueError as e:
-        raise ValueError(
-            f"{text} is neither a file nor JSON ({e}); write a source with options as "
-            '\'{"source": "chats.jsonl", "template_kwargs": {"enable_thinking": true}}\''
-        ) from e
 
 
 def _from_mapping(given: Mapping[str, Any]) -> Source:

@@ -82,12 +82,7 @@ class TrainingData:
 def data_files(sources: Sequence[str], cache: Path) -> dict[str, str]:
     """The absolute path and the SHA-256 of each local file of data sources."""
     files = (file for source in sources if is_local(Source.parse(source).path) for file in SourceReader(source).files)
-    return {os.path.abspath(file): content_sha256(file, _hashes(cache)) for file in files}
-
-
-def _hashes(cache: Path) -> Path:
-    """The directory in which a cache remembers the hashes of files that do not change."""
-    return cache / "hashes"
+    return {os.path.abspath(file): content_sha256(file, cache) for file in files}
 
 
 def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, count: Count) -> TrainingData:
@@ -101,7 +96,7 @@ def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, 
     sources = [SourceReader(source) for source in request.sources]
     job = _Job(request, sources, workers, say, count)
     stamps = job.stamps()
-    entry = cache / "tokens" / _key(request, sources, _hashes(cache))
+    entry = cache / "tokens" / _key(request, sources, cache)
     told = False
     while True:
         if (known := job.read(entry)) is not None:
@@ -160,11 +155,8 @@ class _Job:
         """Makes the data and puts it into the cache. The process must hold the entry's lock."""
         try:
             with replace_directory(entry) as new:
-                store = TokenStore(new, self.say)
-                try:
+                with contextlib.closing(TokenStore(new, self.say)) as store:
                     data = self.tokenize(store)
-                finally:
-                    store.close()
                 for file, before in stamps.items():
                     if stamp(file)[:2] != before:
                         raise ValueError(f"{file} changed while it was read; start again when it is complete")
@@ -223,14 +215,14 @@ class _Job:
 # -- what the data depends on -----------------------------------------------------------------------------------------
 
 
-def _key(request: DataRequest, sources: Sequence[SourceReader], hashes: Path) -> str:
+def _key(request: DataRequest, sources: Sequence[SourceReader], cache: Path) -> str:
     """A hash of everything that decides what the documents and the held-out records are."""
     drawn = request.hold_out or any(source.share % 1 for source in sources)  # whether the seed matters
     content = {
         # the code that makes and stores the documents, so that a change to it never finds what the old code made
         "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))],
         "libraries": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
-        "sources": [[_identity(source, hashes), source.share, source.source.template_kwargs] for source in sources],
+        "sources": [[_identity(source, cache), source.share, source.source.template_kwargs] for source in sources],
         "seed": request.seed if drawn else None,
         "tokenizer": _tokenizer_state(request.template.tokenizer),
         "template_kwargs": request.template.kwargs,
@@ -242,12 +234,12 @@ def _key(request: DataRequest, sources: Sequence[SourceReader], hashes: Path) ->
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _identity(source: SourceReader, hashes: Path) -> Any:
+def _identity(source: SourceReader, cache: Path) -> Any:
     """What a source contains, whatever its files are called: format, size and hash of each, or the fingerprint of a hub
     data set, which changes with its revision and split. The mapping of its columns is a part of it."""
     if not source.local:
         return [source.hub_data._fingerprint, source.columns]
-    files = [[format_of(file), file.stat().st_size, content_sha256(file, hashes)] for file in source.files]
+    files = [[format_of(file), file.stat().st_size, content_sha256(file, cache)] for file in source.files]
     return [files, source.columns]
 
 
@@ -296,7 +288,7 @@ def _load(entry: Path, names: Sequence[str]) -> TrainingData:
     """Reads an entry of the cache. Raises an exception if its files are not those that were written."""
     recorded = (entry / SUMS).read_text(errors="replace").splitlines()
     for name in FILES:
-        if f"{content_sha256(entry / name, _hashes(entry.parent.parent))}  {name}" not in recorded:
+        if f"{content_sha256(entry / name, entry.parent.parent)}  {name}" not in recorded:
             raise ValueError(f"the SHA-256 of {name} is not the one in {SUMS}")
     manifest = read_json(entry / MANIFEST)
     with np.load(entry / TABLE) as table:
@@ -340,14 +332,14 @@ def stamp(file: Path) -> tuple[int, int, int]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def content_sha256(file: Path, memory: Path) -> str:
+def content_sha256(file: Path, cache: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal.
 
-    It is remembered in the directory `memory`, and used again as long as the file's `stamp` is the same. If the
-    directory cannot be written, it is computed each time.
+    It is remembered in the directory `hashes` of the cache, and used again as long as the file's `stamp` is the same.
+    If the directory cannot be written, it is computed each time.
     """
     path = os.path.realpath(file)
-    note = memory / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    note = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
     now = stamp(file)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         known = read_json(note)
@@ -356,6 +348,6 @@ def content_sha256(file: Path, memory: Path) -> str:
     sha256 = sha256_of(file)
     if stamp(file) == now and time.time_ns() - max(now[1:]) > SETTLED_NS:
         with contextlib.suppress(OSError):
-            memory.mkdir(parents=True, exist_ok=True)
+            note.parent.mkdir(parents=True, exist_ok=True)
             replace_text(note, json.dumps({"path": path, "stamp": now, "sha256": sha256}) + "\n")
     return sha256

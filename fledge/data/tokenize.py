@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from fledge.data.chat_fields import LOSSES
-from fledge.data.documents import DocumentTable, TokenStore, windows
+from fledge.data.documents import DocumentTable, TokenStore, grouped, windows
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate, EndlessTemplate
 
@@ -63,9 +63,6 @@ class TokenizedBatch:
     windowed: np.ndarray
     refused: dict[int, str]
     losses: dict[int, tuple[str, ...]]
-
-    def without_tokens(self) -> TokenizedBatch:
-        return replace(self, tokens=NOTHING, spans=NOTHING)
 
     @staticmethod
     def joined(parts: Sequence[TokenizedBatch]) -> TokenizedBatch:
@@ -115,19 +112,11 @@ def tokenize(records: list[Record], settings: Settings) -> TokenizedBatch:
 
 def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Successive records in batches."""
-    batch, characters = [], 0
-    for record in records:
-        batch.append(record)
-        characters += _characters(record)
-        if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
+    def characters(record: Record) -> int:
+        return len(record.text or "") + sum(len(m.get("content") or "") for m in record.messages or [])
 
-def _characters(record: Record) -> int:
-    return len(record.text or "") + sum(len(m.get("content") or "") for m in record.messages or [])
+    return grouped(records, characters, BATCH_CHARACTERS, BATCH_RECORDS)
 
 
 def default_workers(records: int) -> int:
@@ -156,23 +145,8 @@ def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
             f"the tokenizer cannot be sent to other processes ({e}); use fledge train --data-workers 1"
         ) from e
     started: list[_Worker] = []
-    pool = ThreadPoolExecutor(workers)  # a thread for each worker; it waits for the worker's answer
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    try:
-        for _ in range(workers):
-            started.append(_Worker(startup))
-            idle.put(started[-1])
-        yield lambda todo: _in_order(todo, idle, pool, 3 * workers)
-    finally:
-        for worker in started:
-            worker.stop()
-        pool.shutdown(cancel_futures=True)
-
-
-def _in_order(
-    todo: Iterable[list[Record]], idle: queue.SimpleQueue[_Worker], pool: ThreadPoolExecutor, ahead: int
-) -> Iterator[TokenizedBatch]:
-    """The results of all batches in order. At most `ahead` batches are on their way, so that memory is bounded."""
+    pool = ThreadPoolExecutor(workers)  # a thread for each worker; it waits for the worker's answer
 
     def ask(batch: list[Record]) -> TokenizedBatch:
         worker = idle.get()
@@ -181,13 +155,24 @@ def _in_order(
         finally:
             idle.put(worker)
 
-    pending: deque[Future[TokenizedBatch]] = deque()
-    for batch in todo:
-        pending.append(pool.submit(ask, batch))
-        if len(pending) > ahead:
+    def in_order(todo: Iterable[list[Record]]) -> Iterator[TokenizedBatch]:
+        pending: deque[Future[TokenizedBatch]] = deque()
+        for batch in todo:
+            pending.append(pool.submit(ask, batch))
+            if len(pending) > 3 * workers:  # so that memory is bounded
+                yield pending.popleft().result()
+        while pending:
             yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+
+    try:
+        for _ in range(workers):
+            started.append(_Worker(startup))
+            idle.put(started[-1])
+        yield in_order
+    finally:
+        for worker in started:
+            worker.stop()
+        pool.shutdown(cancel_futures=True)
 
 
 class _Worker:
@@ -297,7 +282,7 @@ def make_documents(
     with tokenizing(Settings(template, max_length, skip_bad), workers) as tokenize:
         for batch in tokenize(batches(records)):
             store.append(batch.tokens, batch.spans)
-            done.append(batch.without_tokens())
+            done.append(replace(batch, tokens=NOTHING, spans=NOTHING))
             for _ in range(len(batch.documents)):
                 advance()
     made = TokenizedBatch.joined(done)

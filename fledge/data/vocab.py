@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.data.documents import Document, DocumentTable, TokenCounts
+from fledge.data.documents import Document, DocumentTable, TokenCounts, grouped
 
-TOKENS_PER_CHUNK = 1 << 22  # tokens counted by one bincount
+TOKENS_PER_CHUNK = 1 << 22  # tokens, at least, that one bincount counts
 
 
 def choose_vocabulary(
@@ -76,7 +76,8 @@ def _known_counts(documents: Sequence[Document]) -> TokenCounts:
 def count_tokens(documents: Iterable[Document]) -> TokenCounts:
     """Counts the tokens of all documents."""
     supervised, seen = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
-    for chunk in _chunks(documents):
+    # each bincount allocates an array of the vocabulary's size, so counting every document alone would be slow
+    for chunk in grouped(documents, lambda d: len(d.tokens), TOKENS_PER_CHUNK):
         tokens, spans = np.concatenate([d.tokens for d in chunk]), np.concatenate([d.spans for d in chunk])
         seen = np.pad(seen, (0, max(int(tokens.max()) + 1 - len(seen), 0)))
         seen[tokens] = True
@@ -84,22 +85,6 @@ def count_tokens(documents: Iterable[Document]) -> TokenCounts:
         counted[: len(supervised)] += supervised
         supervised = counted
     return TokenCounts(supervised, seen)
-
-
-def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of about TOKENS_PER_CHUNK tokens.
-
-    Each bincount allocates an array of the vocabulary's size, so counting every document alone would be slow.
-    """
-    chunk, tokens = [], 0
-    for d in documents:
-        chunk.append(d)
-        tokens += len(d.tokens)
-        if tokens >= TOKENS_PER_CHUNK:
-            yield chunk
-            chunk, tokens = [], 0
-    if chunk:
-        yield chunk
 
 
 def choose_mask_token(

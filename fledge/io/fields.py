@@ -14,6 +14,23 @@ if TYPE_CHECKING:
     import torch
 
 MOST_BYTES = 2**26  # of a JSON file; configs, indices and records have far fewer
+MOST_LAYERS = 512  # upper bound of num_hidden_layers, in which some trainers leave the target's layer count
+MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
+# Names that chat template arguments may not have: the parameters of transformers' apply_chat_template and of its
+# renderer, and the tokenizer's special tokens. Passed as arguments, they would replace the template or its input, or
+# change how it is rendered, instead of setting a variable of the template.
+RESERVED = frozenset(
+    "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
+    "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
+    "return_assistant_tokens_mask tokenizer_kwargs kwargs bos_token eos_token "
+    "unk_token sep_token pad_token cls_token mask_token additional_special_tokens".split()
+)
+# names of compute dtypes, and of the torch dtypes that they stand for
+DTYPES = {
+    "auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
+}  # fmt: skip
+MAX_KWARGS_LENGTH = 10_000  # characters of the chat template arguments as JSON
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -33,25 +50,6 @@ def read_json(file: Path, most: int | None = None) -> Any:
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return parse_json(content.decode())
-
-
-MOST_LAYERS = 512  # upper bound of num_hidden_layers, in which some trainers leave the target's layer count
-MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
-# Names that chat template arguments may not have: the parameters of transformers' apply_chat_template and of its
-# renderer, and the tokenizer's special tokens. Passed as arguments, they would replace the template or its input, or
-# change how it is rendered, instead of setting a variable of the template.
-RESERVED = frozenset(
-    "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
-    "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
-    "return_assistant_tokens_mask tokenizer_kwargs kwargs bos_token eos_token "
-    "unk_token sep_token pad_token cls_token mask_token additional_special_tokens".split()
-)
-# names of compute dtypes, and of the torch dtypes that they stand for
-DTYPES = {
-    "auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
-    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
-}  # fmt: skip
-MAX_KWARGS_LENGTH = 10_000  # characters of the chat template arguments as JSON
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,6 @@ def positive(maximum: float, above: float = 0) -> Kind:
 def non_negative(maximum: float) -> Kind:
     """A finite number x with 0 <= x <= maximum."""
     return Kind(f"a number from 0 to {maximum:g}", lambda x: _is_number(x) and 0 <= x <= maximum)
-
-
-def either_sign(maximum: float) -> Kind:
-    """A finite number x with -maximum <= x <= maximum."""
-    return Kind(f"a number from -{maximum:g} to {maximum:g}", lambda x: _is_number(x) and -maximum <= x <= maximum)
 
 
 def _is_number(x: Any) -> bool:
@@ -208,7 +201,7 @@ CONFIG = {
     "layer_types": list_of(TEXT, 4096),
     "sliding_window": integer(0, 2**40),
     "quantization_config": OBJECT,
-    "logit_scale": either_sign(1e6),
+    "logit_scale": Kind("a number from -1e+06 to 1e+06", lambda x: _is_number(x) and abs(x) <= 1e6),
     "dflash_config": OBJECT,
     "dspark_noise_token_id": TOKEN,
 }

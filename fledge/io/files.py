@@ -148,10 +148,14 @@ def replace_file(file: str | Path, parts: Iterable[bytes]) -> None:
 
     The name of the temporary file follows from that of `file`: the next writer removes what a killed writer left.
     """
+    import fcntl
+
     file = Path(os.path.realpath(file))
     with contextlib.ExitStack() as stack:
         try:
-            _lock_directory(file.parent, stack)
+            handle = os.open(file.parent, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, or has written the file
             temporary = file.with_name(TEMPORARY + hashlib.sha256(os.fsencode(file.name)).hexdigest()[:16])
             temporary.unlink(missing_ok=True)
         except OSError:  # another process may be writing the same file
@@ -159,21 +163,12 @@ def replace_file(file: str | Path, parts: Iterable[bytes]) -> None:
         replace_parts(file, parts, temporary)
 
 
-def _lock_directory(directory: Path, stack: contextlib.ExitStack) -> None:
-    """Locks a directory until the stack is closed or the process ends. Raises OSError if that is not possible now."""
-    import fcntl
-
-    handle = os.open(directory, os.O_RDONLY)
-    stack.callback(os.close, handle)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def replace_parts(file: Path, parts: Iterable[bytes | memoryview], temporary: Path) -> None:
     """Writes a file of several parts atomically: to `temporary`, a path in the same directory, which is then renamed. A
     file that a killed process left there is replaced. A full disk raises OSError with the cause and a remedy; the old
     content of `file` stays."""
     try:
-        with open(temporary, "wb", opener=_open_no_link) as f:
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as f:
             for part in parts:
                 f.write(part)
             f.flush()
@@ -184,10 +179,6 @@ def replace_parts(file: Path, parts: Iterable[bytes | memoryview], temporary: Pa
         if (full := disk_full_errno(e)) is None:
             raise
         raise DiskFullError(full, f"no space to write {file} ({os.strerror(full)}); free some disk space") from e
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def remove_temporary_files(directory: Path) -> None:
@@ -302,17 +293,12 @@ def _acquire(lock: Path, resource: str, warn: Callable[[str], None]) -> int:
                 f"the file system of {resource} does not support locks ({e.strerror}): do not start another job that "
                 "writes it"
             )
-        if _is_same_file(lock, handle):
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            owner = f"process {os.getpid()} on {socket.gethostname()} has been writing it since {since}\n"
-            with contextlib.suppress(OSError):  # on a full disk the lock works without the owner's name
-                os.ftruncate(handle, 0)
-                os.write(handle, owner.encode())
-            return handle
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), lock.stat()):
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                owner = f"process {os.getpid()} on {socket.gethostname()} has been writing it since {since}\n"
+                with contextlib.suppress(OSError):  # on a full disk the lock works without the owner's name
+                    os.ftruncate(handle, 0)
+                    os.write(handle, owner.encode())
+                return handle
         os.close(handle)  # the previous owner removed the file between our open and our flock
-
-
-def _is_same_file(path: Path, handle: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), path.stat())
-    return False

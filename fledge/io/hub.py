@@ -17,6 +17,12 @@ from typing import Any, Protocol
 
 from fledge.io.fields import first_line, read_json
 
+MEGABYTE = 10**6
+HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+DRAFT_FILES = (
+    "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "fledge/record.json"
+)  # fmt: skip
+
 
 class Counter(Protocol):
     """As `ProgressDisplay.count`: shows how many of `total` items are finished. `unit` is the name of the items."""
@@ -36,13 +42,6 @@ def show_progress(counter: Counter) -> None:
 def progress_counter() -> Counter | None:
     """The counter of the current context; None if nobody shows progress."""
     return _counter.get()
-
-
-MEGABYTE = 10**6
-HUB_ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-DRAFT_FILES = (
-    "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model.bin", "fledge/record.json"
-)  # fmt: skip
 
 
 def split_revision(name: str | Path) -> tuple[str, str | None]:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fledge.config import DraftConfig
-from fledge.io.fields import read_json, shortened
+from fledge.io.fields import first_line, read_json, shortened
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # of weights that are split into several files
@@ -101,19 +101,16 @@ def _is_copy(file: Path, tensors: Mapping[str, Tensor]) -> bool:
         return False
     if file.suffix == ".bin" and found.keys() != tensors.keys():
         return False
-    return all(name in tensors and _is_same(x, tensors[name]) for name, x in found.items())
 
+    def is_same(a: Tensor, b: Tensor) -> bool:  # bit for bit, in any dtype
+        kinds = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return kinds and torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors are equal bit for bit, in any dtype."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+    return all(name in tensors and is_same(x, tensors[name]) for name, x in found.items())
 
 
 def _unreadable(file: Path, error: Exception) -> ValueError:
-    why = next(iter(str(error).splitlines()), type(error).__name__)
-    return ValueError(f"{file} cannot be read ({why}); it is truncated or damaged, copy it again")
+    return ValueError(f"{file} cannot be read ({first_line(error)}); it is truncated or damaged, copy it again")
 
 
 def _named_tensors(content: Any) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.answering import without_spaces
+from fledge.data.chat_fields import without_spaces
 from fledge.data.record import Record
 from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer

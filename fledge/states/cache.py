@@ -12,17 +12,18 @@ for it (`fledge features --verify`): a shard is large, and training reads parts 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,8 +36,13 @@ from fledge.io.fields import check_template_kwargs, parse_json, read_json, short
 from fledge.io.files import TEMPORARY, replace_file, replace_parts, replace_text
 from fledge.states.layout import HEADER_BYTES, PRECISIONS, Layout, Sizes
 
+T = TypeVar("T")
+
 MANIFEST, DOCUMENTS, HELD_OUT = "manifest.json", "documents.safetensors", "held-out.jsonl"
 FORMAT = 1
+BLOCK_BYTES, THREADS = 8 * 2**20, 8  # of a content that is hashed, and threads that hash blocks
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
+CONTENT = "content"  # the entry of a file's metadata with the hash of its content
 
 # the fields of a manifest that determine the features, as messages call them
 IDENTITY = {
@@ -192,11 +198,11 @@ class FeatureCache:
 
     def tokens(self, shard: int) -> int:
         """The number of tokens of a shard."""
-        return sum(self.sizes.tokens[slice(*self.manifest.shards[shard])])
+        return self.sizes.total(*self.manifest.shards[shard])[0]
 
     def bytes(self, shard: int) -> int:
         """The most bytes that a shard takes."""
-        return self.sizes.bytes(self.layout, *self.manifest.shards[shard])
+        return HEADER_BYTES + self.layout.bytes(*self.sizes.total(*self.manifest.shards[shard]))
 
     def metadata(self, shard: int) -> dict[str, str]:
         """The metadata in a shard's file, without the hash of its content."""
@@ -218,19 +224,24 @@ class FeatureCache:
         """Reads a shard, and compares the hash of the content with the hash in the header. Raises ValueError as
         `offsets` does, and if the hashes differ."""
         ranges, expected = self._header(shard)
-        if file_hash(self.file(shard), list(ranges.values())) != expected:
+        blocks = (
+            (a, min(BLOCK_BYTES, end - a)) for start, end in ranges.values() for a in range(start, end, BLOCK_BYTES)
+        )
+        with self.file(shard).open("rb", buffering=0) as f:
+            found = content_hash(blocks, lambda block: os.pread(f.fileno(), block[1], block[0]))
+        if found != expected:
             raise ValueError(f"{self.file(shard)} is damaged: its content is not what was written; {_REPLACE}")
 
     def _header(self, shard: int) -> tuple[dict[str, tuple[int, int]], str | None]:
         """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of its content (None: it has
         none). Raises ValueError as `offsets` says."""
-        file = self.file(shard)
-        first, end = self.manifest.shards[shard]
-        expected = self.layout.tensors(sum(self.sizes.tokens[first:end]), sum(self.sizes.last[first:end]))
+        file, header = self.file(shard), None
+        expected = self.layout.tensors(*self.sizes.total(*self.manifest.shards[shard]))
         try:
             with file.open("rb") as f:
                 length = int.from_bytes(f.read(8), "little")
-                header = _parse_header(f.read(min(length, HEADER_BYTES)))
+                with contextlib.suppress(ValueError):  # no JSON
+                    header = parse_json(f.read(min(length, HEADER_BYTES)))
             metadata = header.pop("__metadata__", {})
             content = metadata.pop(CONTENT, None)
             if metadata != self.metadata(shard):
@@ -257,14 +268,6 @@ class FeatureCache:
 _REWRITE = "run the same `fledge features` command again to write what is missing"
 _REPLACE = "delete it and run the same `fledge features` command again, which writes it anew"
 _ANEW = "write the features anew with `fledge features`, in another directory"
-
-
-def _parse_header(text: bytes) -> Any:
-    """The object in a shard's header; None if it is not JSON."""
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -308,23 +311,16 @@ def _checks(manifest: Manifest) -> dict[str, bool]:
     }
 
 
-# -- the file of a shard -----------------------------------------------------------------------------------------------
-
-BLOCK_BYTES = 8 * 2**20
-THREADS = 8
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
-CONTENT = "content"  # the entry of a file's metadata with the hash of its content
-
-Read = Callable[[int, int], bytes | memoryview]  # from a first byte to an end
+# -- the file of a shard ------------------------------------------------------------------------------------------
 
 
 def write_shard(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], temporary: Path) -> None:
     """Writes contiguous tensors on the CPU to a file, through `temporary` (see `replace_parts`). The content's hash is
     added to the metadata."""
     parts = [memoryview(x.view(-1).view(torch.uint8).numpy()) for x in tensors.values()]
-    found = content_hash([(len(part), lambda a, b, part=part: part[a:b]) for part in parts])
+    blocks = (part[a : a + BLOCK_BYTES] for part in parts for a in range(0, len(part), BLOCK_BYTES))
     ends = list(itertools.accumulate(map(len, parts)))
-    entries: dict[str, Any] = {"__metadata__": metadata | {CONTENT: found}}
+    entries: dict[str, Any] = {"__metadata__": metadata | {CONTENT: content_hash(blocks, bytes_of=lambda block: block)}}
     for (name, x), part, end in zip(tensors.items(), parts, ends, strict=True):
         offsets = [end - len(part), end]
         entries[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
@@ -333,27 +329,9 @@ def write_shard(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
     replace_parts(file, [len(header).to_bytes(8, "little"), header, *parts], temporary)
 
 
-def file_hash(file: Path, ranges: Sequence[tuple[int, int]]) -> str:
-    """The hash of the content of a file whose tensors are in these [start, end) bytes. Raises ValueError if the file
-    ends before."""
-    with file.open("rb", buffering=0) as f:
-
-        def read(start: int, end: int) -> bytes:
-            if len(found := os.pread(f.fileno(), end - start, start)) < end - start:
-                raise ValueError(f"{file} is truncated")
-            return found
-
-        return content_hash([(b - a, lambda i, j, a=a: read(a + i, a + j)) for a, b in ranges])
-
-
-def content_hash(parts: Sequence[tuple[int, Read]]) -> str:
-    """The hash of tensors, in hexadecimal: of each its number of bytes, and a function that reads some of them."""
-
-    def blocks() -> Iterator[tuple[Read, int, int]]:
-        for size, read in parts:
-            for start in range(0, size, BLOCK_BYTES):
-                yield read, start, min(start + BLOCK_BYTES, size)
-
+def content_hash(blocks: Iterable[T], bytes_of: Callable[[T], bytes | memoryview]) -> str:
+    """The hash of a content, in hexadecimal: the SHA-256 of the SHA-256 hashes of its blocks, BLOCK_BYTES each, which
+    start anew with each tensor. Several threads hash blocks, so that a disk is slower than they are."""
     with ThreadPoolExecutor(THREADS) as executor:
-        hashes = executor.map(lambda block: hashlib.sha256(block[0](*block[1:])).digest(), blocks())
+        hashes = executor.map(lambda block: hashlib.sha256(bytes_of(block)).digest(), blocks)
         return hashlib.sha256(b"".join(hashes)).hexdigest()

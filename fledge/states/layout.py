@@ -1,9 +1,14 @@
-"""What is stored of each document, and how many bytes that takes."""
+"""What is stored of each document, how hidden states are rounded on disk, and how many bytes they take.
+
+`float32`, `bfloat16` and `float16` are those dtypes. `fp8` is for the captured layers only: with s = max_d |x_d| / 448
+for each token and layer (float32; 1 if all x are 0), it keeps x / s as float8_e4m3fn, whose largest value is 448, and
+s. The final hidden states, whose products with the head are the soft targets, are then bfloat16.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +16,11 @@ import torch
 from torch import Tensor
 
 from fledge.data.documents import Document
-from fledge.types import Features
 
+LAYERS, SCALES, LAST = "layers", "scales", "last"  # the tensors of a shard
+HEADER_BYTES = 1024  # upper bound of a shard's header
+ALIGNMENT = 256  # bytes, of a tensor's start in a buffer
+DOCUMENT_BYTES = 4 + 4  # per token: its id and its span, int32
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
@@ -63,19 +71,6 @@ def decode_layers(
             out_TAD[:, i] = states_TD
         else:  # `out` rounds the products without another pass over them
             torch.mul(states_TD.float(), scale_TL[:, column, None], out=out_TAD[:, i])
-
-
-def round_features(features: Features, precision: Precision) -> Features:
-    """The features as they come back from the disk, in their dtype and on their device."""
-    aux_TAD = torch.empty_like(features.aux_TAD)
-    decode_layers(*encode_layers(features.aux_TAD, precision), aux_TAD)
-    return Features(aux_TAD, features.last_TD.to(precision.last).to(features.last_TD.dtype))
-
-
-LAYERS, SCALES, LAST = "layers", "scales", "last"  # the tensors of a shard
-HEADER_BYTES = 1024  # upper bound of a shard's header
-ALIGNMENT = 256  # bytes, of a tensor's start in a buffer
-DOCUMENT_BYTES = 4 + 4  # per token: its id and its span, int32
 
 
 def teacher_tokens(document: Document) -> Tensor:
@@ -160,18 +155,23 @@ class Sizes:
         tokens = [len(d.tokens) for d in documents]
         return cls(tokens, tokens if layout.all_last else [layout.last_tokens(d).numel() for d in documents])
 
-    def bytes(self, layout: Layout, first: int, end: int) -> int:
-        """The most bytes that a shard with the documents [first, end) takes on disk."""
-        return HEADER_BYTES + layout.bytes(sum(self.tokens[first:end]), sum(self.last[first:end]))
+    def total(self, first: int, end: int) -> tuple[int, int]:
+        """The numbers of tokens and of stored final states of the documents [first, end)."""
+        return sum(self.tokens[first:end]), sum(self.last[first:end])
+
+
+def split(sizes: Sequence[int], most: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Divides items, which are numbered from `first` on, into consecutive parts [start, end) whose sizes are `most`
+    together at most; a larger item is a part."""
+    start, taken = first, 0
+    for i, size in enumerate(sizes, first):
+        if i > start and taken + size > most:
+            yield start, i
+            start, taken = i, 0
+        taken += size
+    yield start, first + len(sizes)
 
 
 def split_shards(sizes: Sizes, layout: Layout, shard_bytes: int) -> list[tuple[int, int]]:
     """Divides the documents into shards, [first, end), of about `shard_bytes` bytes; a longer document is a shard."""
-    shards, first, taken = [], 0, 0
-    for i, (tokens, last) in enumerate(zip(sizes.tokens, sizes.last, strict=True)):
-        size = layout.bytes(tokens, last)
-        if i > first and taken + size > shard_bytes:
-            shards.append((first, i))
-            first, taken = i, 0
-        taken += size
-    return [*shards, (first, len(sizes.tokens))]
+    return list(split([*map(layout.bytes, sizes.tokens, sizes.last)], shard_bytes))

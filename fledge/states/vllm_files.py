@@ -1,4 +1,8 @@
-"""The files of hidden states that vLLM writes, one for each request.
+"""The files of hidden states that vLLM writes, one for each request, and the command that starts vLLM so.
+
+vLLM's speculative method `extract_hidden_states` keeps hidden states in its KV cache, and its connector
+`ExampleHiddenStatesConnector` writes those of a finished request to a file (vLLM 0.26,
+`vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py`).
 
 <request>.safetensors       `hidden_states` [tokens, layers, D], layers ascending, and `token_ids` [tokens]
 <request>.safetensors.lock  locked (flock) from the request's start until the file is written

@@ -184,16 +184,12 @@ class VllmServer:
     def _nudge(self, closed: threading.Event) -> None:
         """Sends a request of one token, at most one in `patience.nudge` seconds, so that vLLM's scheduler makes a step.
         Its own small file stays."""
-        if not self._nudging.acquire(blocking=False):
-            return
-        with contextlib.ExitStack() as held:
-            held.callback(self._nudging.release)
+        with self._nudging:
             if time.monotonic() - self._nudged < self.patience.nudge:
                 return
             self._nudged = time.monotonic()
-            # the file that is waited for has a time limit of its own
-            with contextlib.suppress(ValueError):
-                self._complete([0], closed, self.patience.nudge)
+        with contextlib.suppress(ValueError):  # the file that is waited for has a time limit of its own
+            self._complete([0], closed, self.patience.nudge)
 
     def _remove(self, file: Path) -> None:
         try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -15,6 +13,7 @@ from torch import Tensor
 from fledge.data.documents import Document
 from fledge.io.fields import format_value
 from fledge.states.layout import needed_tokens
+from fledge.states.source import rows_ahead
 from fledge.states.vllm_files import Captured
 from fledge.states.vllm_server import CONNECTIONS
 from fledge.targets.parts import TargetParts
@@ -82,14 +81,12 @@ class VllmFeatures:
         """The same rows. The documents of the next ROWS_AHEAD are asked for before, many at a time."""
         self._closed.clear()
         with ThreadPoolExecutor(CONNECTIONS) as executor:
-            upcoming: deque[Packed] = deque()
+
+            def ask(row: Packed) -> None:
+                self._asked[id(row)] = row, self._ask(row, executor)
+
             try:
-                for row in itertools.chain(rows, [None] * ROWS_AHEAD):
-                    if row is not None:
-                        self._asked[id(row)] = row, self._ask(row, executor)
-                        upcoming.append(row)
-                    if upcoming and (row is None or len(upcoming) > ROWS_AHEAD):
-                        yield upcoming.popleft()
+                yield from rows_ahead(rows, ROWS_AHEAD, ask)
             finally:
                 self._closed.set()
                 self._asked.clear()

@@ -1,4 +1,5 @@
-"""Writes the shards of stored features. Several processes may write one directory; each claims a shard by its lock."""
+"""Writes the shards of stored features, and says how much disk space they take. Several processes may write one
+directory; each claims a shard by its lock."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ from fledge.data.pack import make_row
 from fledge.io.display import format_bytes
 from fledge.io.files import DiskFullError, InUse, disk_full_errno, exclusive_lock, existing_parent
 from fledge.states.cache import DOCUMENTS, FeatureCache
-from fledge.states.layout import ALIGNMENT, DOCUMENT_BYTES, LAST, LAYERS, SCALES, encode_layers, place, views
+from fledge.states.layout import ALIGNMENT, DOCUMENT_BYTES, LAST, LAYERS, SCALES, encode_layers, place, split, views
 from fledge.types import Features, Packed
 
 PASS_TOKENS = 8192  # tokens whose features are on the device at a time
 POLL_SECONDS = 0.5
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+RESERVE, RESERVED_SHARE = 10**10, 0.05  # the default budget leaves the smaller of both, the latter of the free space
+# A shard has at most MAX_SHARD bytes. Small caches have smaller ones, so that several processes share the work and
+# little is lost when one is killed.
+MAX_SHARD, MIN_SHARD, SHARDS = 512 * 2**20, 2**20, 64
 CONTINUE = "the finished shards are kept; the same command continues"
 
 Compute = Callable[[Packed], Features]
@@ -33,13 +40,7 @@ Compute = Callable[[Packed], Features]
 
 def passes(cache: FeatureCache, first: int, end: int) -> Iterator[tuple[int, int]]:
     """Divides the documents [first, end) into parts of at most PASS_TOKENS tokens; a longer document is a part."""
-    start, tokens = first, 0
-    for i in range(first, end):
-        tokens += cache.sizes.tokens[i]
-        if i > start and tokens > PASS_TOKENS:
-            yield start, i
-            start, tokens = i, cache.sizes.tokens[i]
-    yield start, end
+    return split(cache.sizes.tokens[first:end], PASS_TOKENS, first)
 
 
 def compute_pass(cache: FeatureCache, compute: Compute, first: int, end: int) -> dict[str, Tensor]:
@@ -137,8 +138,7 @@ class FeatureWriter:
         """The tensors of a shard, on the CPU, in a buffer."""
         first, end = self.cache.manifest.shards[shard]
         sizes, layout = self.cache.sizes, self.cache.layout
-        tokens, last = sum(sizes.tokens[first:end]), sum(sizes.last[first:end])
-        tensors = views(place(layout, list(layout.tensors(0, 0)), tokens, last)[0], buffer)
+        tensors = views(place(layout, list(layout.tensors(0, 0)), *sizes.total(first, end))[0], buffer)
         filled = dict.fromkeys(tensors, 0)
         for a, b in passes(self.cache, first, end):
             for name, part in compute_pass(self.cache, self.compute, a, b).items():
@@ -204,15 +204,7 @@ def waiting_lock(directory: Path, say: Callable[[str], None]) -> Iterator[None]:
             return
 
 
-# -- disk space --------------------------------------------------------------------------------------------------------
-
-GB = 10**9
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-RESERVE, RESERVED_SHARE = 10 * GB, 0.05  # the default budget leaves the smaller of both, the latter of the free space
-# A shard has at most MAX_SHARD bytes. Small caches have smaller ones, so that several processes share the work and
-# little is lost when one is killed.
-MAX_SHARD, MIN_SHARD, SHARDS = 512 * 2**20, 2**20, 64
+# -- disk space --------------------------------------------------------------------------------------------------
 
 
 def parse_bytes(text: str) -> int:
@@ -226,17 +218,6 @@ def parse_bytes(text: str) -> int:
 def shard_bytes(total: int) -> int:
     """The size of a shard, for features of `total` bytes."""
     return min(MAX_SHARD, max(total // SHARDS, MIN_SHARD))
-
-
-def default_budget(path: Path, taken: int = 0) -> int:
-    """The bytes that features at `path` may take without a budget: the free ones less a reserve, and those `taken`."""
-    free = shutil.disk_usage(existing_parent(path)).free
-    return free - reserve_of(free) + taken
-
-
-def reserve_of(free: int) -> int:
-    """The bytes to leave free on a disk that has `free` free bytes."""
-    return min(RESERVE, int(RESERVED_SHARE * free))
 
 
 @dataclass(frozen=True)
@@ -254,13 +235,11 @@ class DiskPlan:
     def of(cls, cache: FeatureCache, budget: int | None) -> DiskPlan:
         """The plan for a budget in bytes; None is the free space less the reserve."""
         free = shutil.disk_usage(existing_parent(cache.path)).free
-        files = [cache.file(i) for i in cache.shards]
-        taken = sum(f.stat().st_size for f in files if f.exists())
+        reserve = min(RESERVE, int(RESERVED_SHARE * free))
+        taken = sum(file.stat().st_size for file in map(cache.file, cache.shards) if file.exists())
         taken += document_bytes(cache) if (cache.path / DOCUMENTS).exists() else 0
-        total = sum(cache.bytes(i) for i in cache.shards) + document_bytes(cache)
-        return cls(
-            total, taken, default_budget(cache.path, taken) if budget is None else budget, free, reserve_of(free)
-        )
+        total = sum(map(cache.bytes, cache.shards)) + document_bytes(cache)
+        return cls(total, taken, free - reserve + taken if budget is None else budget, free, reserve)
 
     def shard_budget(self, cache: FeatureCache) -> int:
         """The part of the budget that is left for shards."""

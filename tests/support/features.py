@@ -11,7 +11,7 @@ import torch
 from fledge.data.documents import Document, fingerprint
 from fledge.data.pack import make_row
 from fledge.states.cache import FORMAT, FeatureCache, Manifest
-from fledge.states.layout import PRECISIONS, Layout, Sizes, round_features, split_shards
+from fledge.states.layout import PRECISIONS, Layout, Precision, Sizes, decode_layers, encode_layers, split_shards
 from fledge.states.writer import FeatureWriter, passes
 from fledge.targets.source import LiveFeatures
 from fledge.types import Features, Packed
@@ -39,6 +39,13 @@ def new_cache(
     cache = FeatureCache(path, manifest_of(documents, layout, shard_bytes, **changes), documents)
     cache.create([])
     return FeatureCache.open(path)
+
+
+def round_features(features: Features, precision: Precision) -> Features:
+    """The features as they come back from the disk, in their dtype and on their device."""
+    aux_TAD = torch.empty_like(features.aux_TAD)
+    decode_layers(*encode_layers(features.aux_TAD, precision), aux_TAD)
+    return Features(aux_TAD, features.last_TD.to(precision.last).to(features.last_TD.dtype))
 
 
 def writer_of(cache: FeatureCache, source: LiveFeatures, budget: int = UNLIMITED, say: Any = print) -> FeatureWriter:
