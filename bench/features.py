@@ -39,8 +39,6 @@ from fledge.measure.record import check_record_path, write_record
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import PRECISIONS, Layout
 from fledge.states.source import DiskFeatures, Extent, Slot, Uploader
-from fledge.states.reader import Extent, Slot, Uploader
-from fledge.states.source import DiskFeatures
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.setup.target import set_up_process
 from fledge.train.trainer import with_features
