@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fledge.check.findings import Finding
 from fledge.check.probe import Probe, ProbeRecord, read_probe
 from fledge.config import DraftConfig, RopeConfig
 from fledge.drafts.weights import (
@@ -48,17 +46,18 @@ ADDED_EMBEDDING = (
     "vLLM reads tokens through it in place of the target's: acceptance of a few percent, or failure if its size differs"
 )
 COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
-SHIFTS = (-2, -1, 1, 2)  # of d2t that are tried against the hash
 MOST_NAMES = 3  # of tensors in a sentence
-SILENT = "vLLM and SGLang load the file without a message, and leave norms at 1 and matrices uninitialized"
-
-CLASS_SYMPTOMS = {  # the fields by which engines choose the class of the draft
-    "architectures": "an engine refuses the draft, or computes it as another kind of draft",
-    "model_type": "an engine computes the layer of another family of models",
-}
+# what engines do with a file that lacks tensors, and with tensors that are not part of the draft
+MISSING = (
+    "vLLM and SGLang load most such files without a message, with norms left at 1, matrices uninitialized and the "
+    "target's head in place of a missing head: acceptance falls, mostly to chance"
+)
+UNKNOWN = "vLLM refuses the file or leaves them out, and SGLang leaves them out: acceptance falls if they were trained"
 # what engines do where a field that `DraftConfig` does not depend on is not the one that training wrote: its place in
 # config.json, the value that engines take for a missing field, and the symptom
 ENGINE_FIELDS = (
+    ("architectures", None, "an engine refuses the draft or computes another kind; fledge export writes its class"),
+    ("model_type", None, "an engine computes the layer of another family of models"),
     ("bias", False, "vLLM and SGLang then add a bias that the file does not have: acceptance falls"),
     ("draft_vocab_size", None, "SGLang and SafeAILab's code refuse a config without it"),
     ("num_aux_hidden_states", 3, "vLLM expects so many hidden states in fc (three without the field), and fails"),
@@ -70,22 +69,45 @@ COMPARED = tuple(
     for f in fields(DraftConfig)
     if f.name not in ("provenance", "aux_layers", "max_position_embeddings", *SPECIAL_TOKENS)
 )
-# what engines do without a tensor, by a pattern of its name
-MISSING = (
-    (r"lm_head\.weight", "vLLM then uses the target's head and reads draft ids as target ids: acceptance about 0"),
-    (r"norm\.weight", "vLLM and SGLang leave the final norm's gain at 1 without a message: acceptance falls"),
-    (r".*norm.*\.weight", "vLLM and SGLang leave the norm's gain at 1 without a message: acceptance falls"),
-    (r"mask_hidden", "vLLM refuses the draft with parallel_drafting, and drafts one token a pass without it"),
-    (r"d2t", "vLLM then reads draft ids as target ids: acceptance about 0"),
-    (r"embed_tokens\.weight", "engines then use the target's embedding in place of the one of training"),
-)  # fmt: skip
-# what engines do with a tensor that the draft does not have
-UNKNOWN = (
-    (r"norm\.weight", "this method has no final norm: vLLM refuses the file, and SGLang serves it without the norm"),
-    (r"fc_norm\..*", "the config has no fc_norm: vLLM refuses the file, and SGLang leaves the norms out"),
-    (r"embed_tokens\.weight", "the embedding in the file is not used"),
-    (r"input_norm\..*|.*\.bias", "vLLM and SGLang leave it out without a message: acceptance falls if it was trained"),
-)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with a draft or its target: what it is, what it does where the draft is served, and the cure.
+    `check` is the name of the check; the others are sentences without their capital and full stop, since they may begin
+    with the name of a tensor or field."""
+
+    check: str
+    cause: str
+    symptom: str
+    cure: str
+
+    def __str__(self) -> str:
+        return "; ".join(s for s in (self.cause, self.symptom, f"cure: {self.cure}" if self.cure else "") if s) + "."
+
+
+@dataclass
+class Report:
+    """The result of all checks. `passed` are (check, what was compared), `notes` remarks that are no faults, and
+    `measured` the figures of the replay and of decoding by name. `files_only` tells that the target computed
+    nothing."""
+
+    findings: list[Finding] = field(default_factory=list)
+    passed: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+    files_only: bool = False
+
+    def add(self, check: str, findings: list[Finding], otherwise: str) -> bool:
+        """Adds the findings of a check, or if there are none, what it has shown. Returns whether there are none."""
+        self.findings += findings
+        if not findings:
+            self.passed.append((check, otherwise))
+        return not findings
+
+    def failed(self, *checks: str) -> bool:
+        """Whether one of these checks has a finding; without names, whether any has."""
+        return any(not checks or f.check in checks for f in self.findings)
 
 
 @dataclass(frozen=True)
@@ -160,10 +182,11 @@ def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Seq
     missing = [name for name in problems if name not in draft.tensors]
     unknown = [name for name in problems if name not in expected]
     keep = f"if the draft was trained with it, its method or {CONFIG} is wrong; else remove it from the file"
-    found = [
-        *_joined(missing, MISSING, SILENT, "missing from the file", COPY),
-        *_joined(unknown, UNKNOWN, "vLLM refuses it, and SGLang ignores it", "not part of such a draft", keep),
-    ]
+    found = []
+    if missing:
+        found.append(Finding("weights", f"{_listed(missing)} missing from the file", MISSING, COPY))
+    if unknown:
+        found.append(Finding("weights", f"{_listed(unknown)} not part of such a draft", UNKNOWN, keep))
     if added:
         cause = f"{EMBEDDING} is in the file, and was not in training"
         found.append(Finding("weights", cause, ADDED_EMBEDDING, f"remove {EMBEDDING} from the file"))
@@ -174,16 +197,14 @@ def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Seq
         for name in draft.strays
         if set(stray_readers(name)) & set(engines)
     ]
-    wrong = {n: text for n, text in problems.items() if n not in missing and n not in unknown}
-    kinds = {n: text for n, text in wrong.items() if draft.tensors[n].shape == expected[n].shape}
-    found += [
-        Finding(
-            "weights", cause, "an engine that does not check shapes computes something else: acceptance about 0", cure
-        )
-        for cause, cure in _shape_causes({n: x for n, x in wrong.items() if n not in kinds}, draft.tensors, expected)
-    ]
-    quantized = "an engine that converts the values without the scales of a quantization computes something else"
-    found += [Finding("weights", text, quantized, f"{COPY}, in one of {_listed_floats()}") for text in kinds.values()]
+    for name, problem in problems.items():
+        if name in (*missing, *unknown):
+            continue
+        symptom, cure = "an engine that does not check shapes computes something else: acceptance about 0", COPY
+        if draft.tensors[name].shape == expected[name].shape:  # the dtype is wrong
+            symptom = "an engine that converts the values without the scales of a quantization computes something else"
+            cure = f"{COPY}, in one of {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOATS)}"
+        found.append(Finding("weights", problem, symptom, cure))
     readable = ((n, x) for n, x in draft.tensors.items() if x.dtype in FLOATS)
     found += [Finding("weights", text, "no token of the draft is accepted", COPY) for text in find_damage(readable)]
     return found
@@ -196,50 +217,10 @@ def _embedding_was_added(draft: DraftOnDisk, record: ProbeRecord | None) -> bool
     return EMBEDDING in draft.tensors and trained is False
 
 
-def _listed_floats() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-
-
-def _joined(
-    names: Sequence[str], table: Sequence[tuple[str, str]], otherwise: str, what: str, cure: str
-) -> Iterator[Finding]:
-    """A finding for the tensors with the same symptom in a table."""
-    by_symptom: dict[str, list[str]] = {}
-    for name in names:
-        by_symptom.setdefault(_by_name(table, name) or otherwise, []).append(name)
-    for symptom, alike in by_symptom.items():
-        more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
-        listed = ", ".join(map(shortened, alike[:MOST_NAMES])) + more
-        yield Finding("weights", f"{listed} {'is' if len(alike) == 1 else 'are'} {what}", symptom, cure)
-
-
-def _by_name(table: Sequence[tuple[str, str]], name: str) -> str:
-    return next((text for pattern, text in table if re.fullmatch(pattern, name)), "")
-
-
-def _shape_causes(
-    wrong: Mapping[str, str], tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> Iterator[tuple[str, str]]:
-    """The cause and cure of each tensor of a wrong shape."""
-    rest = dict(wrong)
-    for name, text in wrong.items():
-        shape, wanted = tensors[name].shape, expected[name].shape
-        partner = next(
-            (n for n in rest if n != name and tensors[n].shape == wanted and expected[n].shape == shape), None
-        )
-        if name not in rest:
-            continue
-        if partner:
-            yield (
-                f"{name} and {partner} are swapped: each has the shape of the other",
-                "exchange their names in the file",
-            )
-            del rest[partner]
-        elif len(shape) == 2 and shape == wanted[::-1]:
-            yield f"{name} is transposed: it has shape {list(shape)} in place of {list(wanted)}", "transpose it"
-        else:
-            yield text, COPY
-        del rest[name]
+def _listed(names: Sequence[str]) -> str:
+    """The first names of tensors, with "is" or "are"."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(map(shortened, names[:MOST_NAMES]))}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 # -- vocabulary -------------------------------------------------------------------------------------------------------
@@ -258,11 +239,12 @@ def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[
         return [Finding("vocabulary", cause, "vLLM 0.33 refuses it", "remove d2t from the file")]
     if d2t is None:
         cause = f"d2t is missing, and the draft predicts {W:,} of {V:,} tokens"
-        return [Finding("vocabulary", cause, _by_name(MISSING, "d2t"), cure)]
+        symptom = "vLLM then reads draft ids as target ids: acceptance about 0"
+        return [Finding("vocabulary", cause, symptom, cure)]
     if d2t.shape != (W,) or d2t.is_floating_point():
         cause = f"d2t has shape {list(d2t.shape)} and dtype {str(d2t.dtype).split('.')[-1]}, not [{W}] and int64"
         return [Finding("vocabulary", cause, served, cure)]
-    ids, first = d2t + torch.arange(W), torch.arange(W)
+    ids = d2t + torch.arange(W)
     known = record.draft_config.provenance.vocabulary_sha256 if record else config.provenance.vocabulary_sha256
     listed = draft.marked
 
@@ -272,8 +254,7 @@ def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[
         return listed is not None and torch.equal(found, listed)
 
     in_order = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < V
-    off = _distance(ids, listed) or next((s for s in SHIFTS if known and right(ids - s)), 0)
-    if not in_order or (known and not right(ids)) or (not known and not right(ids) and (not d2t.any() or off)):
+    if not in_order or ((known or not d2t.any()) and not right(ids)):
         cause = (
             "it is not the vocabulary map of training" if in_order else "its ids are not ascending within the target's"
         )
@@ -281,39 +262,18 @@ def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[
             cause = "all of it is zero, so that draft ids are taken for target ids"
         elif right(d2t):
             cause = "it holds the target's ids in place of their distances from the draft's ids"
-        elif off and right(ids - off):
-            cause = f"every entry is {abs(off)} too {'large' if off > 0 else 'small'}"
-            cause += "" if known else ", by the ids that t2d marks"
-            mend = f"{'subtract' if off > 0 else 'add'} {abs(off)}"
-            cure = f"{mend}, or {cure}" if known else f"{cure}; if t2d is known to be right, {mend}"
-        elif turn := next((s for s in (-1, 1) if right(first + d2t.roll(-s))), None):
-            cause = f"its entries are moved by {abs(turn)} place"
         return [Finding("vocabulary", f"d2t is wrong: {cause}", served, cure)]
     if listed is not None and not torch.equal(listed, ids):
+        cure = "write t2d again: true for the target's ids that d2t maps to"
+        if not known:  # no hash tells that d2t is right
+            cure = f"copy the draft again, as either may be wrong; if d2t is known to be right, {cure}"
         return [
             Finding(
                 "vocabulary", "t2d and d2t contradict each other: t2d marks other tokens as the draft's",
-                "vLLM and SGLang read d2t, and SafeAILab's code and trainers t2d: continued training is wrong",
-                _contradiction_cure(bool(known)),
+                "vLLM and SGLang read d2t, and SafeAILab's code and trainers t2d: continued training is wrong", cure,
             )
         ]  # fmt: skip
     return []
-
-
-def _distance(ids: Tensor, listed: Tensor | None) -> int:
-    """The constant by which ids are larger than those that t2d marks; 0 if there is none, or no t2d."""
-    if listed is None or listed.shape != ids.shape:
-        return 0
-    distances = (ids - listed).unique()
-    return int(distances[0]) if distances.numel() == 1 else 0
-
-
-def _contradiction_cure(d2t_is_right: bool) -> str:
-    """The cure for a t2d that contradicts d2t, which may have been compared with its hash."""
-    again = "write t2d again: true for the target's ids that d2t maps to"
-    return (
-        again if d2t_is_right else f"copy the draft again, as either may be wrong; if d2t is known to be right, {again}"
-    )
 
 
 # -- config -----------------------------------------------------------------------------------------------------------
@@ -332,10 +292,10 @@ def layer_findings(
     trained = tuple(record.layers) if record else ours
     readers = {"fledge": ("fledge.aux_layers", ours, list(trained))}
     readers |= {TITLES[e]: (PLACES[e], layers, to_engine(trained, e)) for e, layers in read.items() if layers}
-    wrong: dict[tuple[int, ...], list[_Reader]] = {}
+    wrong: dict[tuple[int, ...], list[tuple[str, str, list[int]]]] = {}
     notes = []
     for name, (place, layers, wanted) in readers.items():
-        reader = _Reader(name, place, wanted)
+        reader = (name, place, wanted)
         elsewhere = record is None and "fledge" not in draft.hf
         if layers != trained and elsewhere and value_at(draft.hf, place) is None:
             # whoever made the draft may not have meant this engine
@@ -346,28 +306,23 @@ def layer_findings(
     return [_layer_finding(alike, layers, trained) for layers, alike in wrong.items()], notes
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """What reads a list of layers, where it is in config.json, and what the list should be."""
-
-    name: str
-    place: str
-    wanted: list[int]
-
-
-def _layer_finding(readers: Sequence[_Reader], read: Sequence[int], trained: Sequence[int]) -> Finding:
-    """The finding for readers that read the same layers, which are not those of training."""
+def _layer_finding(
+    readers: Sequence[tuple[str, str, list[int]]], read: Sequence[int], trained: Sequence[int]
+) -> Finding:  # fmt: skip
+    """The finding for readers of the same layers `read`, which are not those of training. A reader has a name, the
+    place of its list in config.json, and the list that should be there."""
     distances = {a - b for a, b in zip(read, trained, strict=False)} if len(read) == len(trained) else set()
     kind = ""
     if distances in ({1}, {-1}):
         kind = f": every layer is moved {'up' if distances == {1} else 'down'} by one, as where inputs and outputs of "
         kind += "layers are confused (vLLM numbers inputs, SGLang outputs)"
-    names = " and ".join(f"{r.name} ({r.place})" for r in readers) + (" reads" if len(readers) == 1 else " read")
+    names = " and ".join(f"{name} ({place})" for name, place, _ in readers)
+    names += " reads" if len(readers) == 1 else " read"
     return Finding(
         "layers",
         f"{names} the hidden states {list(read)} in place of {list(trained)}{kind}",
         "the checkpoint loads without a message, and acceptance falls, often to that of chance",
-        "set " + " and ".join(f"{r.place} to {r.wanted}" for r in readers),
+        "set " + " and ".join(f"{place} to {wanted}" for _, place, wanted in readers),
     )
 
 
@@ -378,22 +333,13 @@ def config_findings(
     misread."""
     config, hf = draft.config, draft.hf
     found = [Finding("config", odd.cause, odd.symptom, odd.cure) for odd in draft.deviations]
-    for name, symptom in CLASS_SYMPTOMS.items() if record and not draft.speculators else ():
-        if hf.get(name) != record.config.get(name):
-            now, before = (_short_json(x.get(name)) for x in (hf, record.config))
-            found.append(
-                Finding("config", f"{name} is {now} in {CONFIG}, and was {before} in training", symptom,
-                        f"set it back to {before}; fledge export writes what another engine needs")
-            )  # fmt: skip
     changed = changed_fields(config, record) if record else []
     if _embedding_was_added(draft, record):  # not a field of config.json, see `weight_findings`
         changed = [each for each in changed if each[0] != "own_embeddings"]
     for name, now, before in changed:
+        cause = f"{'RoPE' if name == 'rope' else name} is {now} in {CONFIG}, and was {before} in training"
         symptom = FIELD_SYMPTOMS.get(name, "the draft is computed otherwise than it was trained: acceptance falls")
-        found.append(
-            Finding("config", f"{_shown_name(name)} is {now} in {CONFIG}, and was {before} in training", symptom,
-                    f"set it back to {before}")
-        )  # fmt: skip
+        found.append(Finding("config", cause, symptom, f"set it back to {before}"))
     if record and not draft.speculators:
         found += _engine_findings(draft, record, {name for name, *_ in changed})
     if not any(f.cause.startswith("RoPE") for f in found) and (problem := _rope_contradiction(hf)):
@@ -442,10 +388,6 @@ def changed_fields(config: DraftConfig, record: ProbeRecord) -> list[tuple[str, 
 
 def _short_json(value: Any) -> str:
     return shortened(json.dumps(value))
-
-
-def _shown_name(name: str) -> str:
-    return {"rope": "RoPE"}.get(name, name)
 
 
 def _shown(name: str, now: Any, before: Any) -> tuple[str, str]:

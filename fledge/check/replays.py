@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,19 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.check.causes import ROUNDED, SAME, changed_tensors, find_cause, likeliest_repairs, replay_error
-from fledge.check.draft_files import COPY, DraftOnDisk, changed_fields
-from fledge.check.findings import Finding
-from fledge.check.probe import Probe, ProbeDecoding
+from fledge.check.draft_files import COPY, DraftOnDisk, Finding, changed_fields
+from fledge.check.probe import Probe, ProbeDecoding, ProbeRecord, logits_error, replay, tensor_sha256
+from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.drafts.weights import DraftFiles, target_sha256
+from fledge.drafts.weights import DraftFiles, build_draft, meta_draft, target_sha256, tensor_problems
 from fledge.targets.interface import Target, TrainingTarget
 
 FINAL = "the final state"  # of the target, after its last norm
 # The relative error of hidden states, the median over tokens, up to which they are the same: if all computed in 32
 # bits or more (the states are stored in bfloat16), if not, and if they were stored in fp8.
 EXACT, HALF, FP8 = 0.02, 0.08, 0.12
+SAME = 1e-3  # relative error of the logits up to which they are the same
+ROUNDED = 0.05  # up to which they are those of weights that were rounded
 WIDE = ("float32", "float64")
 ERRORS = 3  # standard errors of the difference by which τ may be below the recorded one
 LEAST = 0.05  # relative loss of τ that is no fault, whatever its standard error
@@ -35,28 +36,18 @@ CORRECT = "correct config.json accordingly"
 
 @dataclass(frozen=True)
 class FeatureMatch:
-    """How well the target's hidden states fit the stored ones. `error_LA` is the relative error of each state that the
-    target has (`names` of the L states) against each of the A stored ones; `expected` are the states that these should
-    be, and `tolerance` the largest error of equal states."""
+    """How well the target's hidden states fit the A stored ones.
 
-    names: list[int | str]
-    error_LA: Tensor
+    `errors` are the relative errors of the states that the stored ones should be, which are named by `expected`.
+    `nearest` are the names of the target's states that are nearest to the stored ones, with `nearest_errors`.
+    `tolerance` is the largest error of equal states.
+    """
+
+    errors: list[float]
     expected: list[int | str]
+    nearest: list[int | str]
+    nearest_errors: list[float]
     tolerance: float
-
-    @property
-    def errors(self) -> list[float]:
-        """The error of each expected state."""
-        return [float(self.error_LA[self.names.index(name), a]) for a, name in enumerate(self.expected)]
-
-    @property
-    def nearest(self) -> list[int | str]:
-        """The state that is nearest to each stored one."""
-        return [self.names[i] for i in self.error_LA.argmin(0).tolist()]
-
-    @property
-    def nearest_errors(self) -> list[float]:
-        return self.error_LA.min(0).values.tolist()
 
 
 @torch.no_grad()
@@ -74,24 +65,23 @@ def match_features(probe: Probe, target: TrainingTarget) -> FeatureMatch:
     features = target.features(row, layers)
     states = torch.cat([features.aux_TAD, features.last_TD[:, None]], dim=1)[excerpt.start :].float().cpu()
     stored = excerpt.states_TAD.float()
-    errors = [
-        ((states - stored[:, a : a + 1]).norm(dim=-1) / stored[:, a : a + 1].norm(dim=-1).clamp_min(1e-30))
-        .median(0)
-        .values
-        for a in range(stored.shape[1])
-    ]
+    distance_TLA = torch.cdist(states, stored, compute_mode="donot_use_mm_for_euclid_dist")
+    error_LA = (distance_TLA / stored.norm(dim=-1)[:, None].clamp_min(1e-30)).median(0).values
+    names = [*layers, FINAL]
     precision, dtype = probe.record.precision, str(target.dtype).removeprefix("torch.")
     exact = precision in WIDE and dtype in WIDE
     tolerance = FP8 if precision == "fp8" else EXACT if exact else HALF
-    expected = probe.record.layers if probe.record.draft_config.family.reads_layers else [FINAL]
-    return FeatureMatch([*layers, FINAL], torch.stack(errors, dim=1), list(expected), tolerance)
+    expected = list(probe.record.layers) if probe.record.draft_config.family.reads_layers else [FINAL]
+    errors = [float(error_LA[names.index(name), a]) for a, name in enumerate(expected)]
+    least_A = error_LA.min(0)
+    nearest = [names[i] for i in least_A.indices.tolist()]
+    return FeatureMatch(errors, expected, nearest, least_A.values.tolist(), tolerance)
 
 
 def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple[list[Finding], list[str]]:
     """Findings and notes about the target's hidden states."""
-    fine = [error <= match.tolerance for error in match.errors]
     shown = ", ".join(f"{error:.1%}" for error in match.errors)
-    if all(fine):
+    if max(match.errors) <= match.tolerance:
         known = probe.record.target_sha256  # empty where another program ran the target
         if known in ("", target_sha256(target.embedding, target.head_weight, target.last_layer_weights())):
             return [], []
@@ -99,72 +89,70 @@ def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple
             f"some of the target's weights are not those of training, but its hidden states differ by only {shown}: it "
             "was quantized, trained further, or is loaded in a dtype that rounds it. Acceptance may be lower."
         ]
-    known_elsewhere = all(e <= match.tolerance for e in match.nearest_errors)
-    if known_elsewhere:
+    if max(match.nearest_errors) <= match.tolerance:
         return [
             Finding(
                 "target", f"the hidden states that the draft was trained on are {match.nearest} of this target, and "
-                f"config.json calls them {match.expected}" + _moved(match.nearest, match.expected),
+                f"config.json calls them {match.expected}",
                 "the draft reads other layers than it was trained on, and acceptance falls, often to that of chance",
                 f"list {match.nearest} as its layers, or train on hidden states captured by fledge's numbering",
             )
         ], []  # fmt: skip
-    embedding = _embedding_error(probe, target)
-    if embedding is not None and embedding > match.tolerance:
-        cause = f"the target embeds the probe's tokens otherwise than in training (by {embedding:.0%})"
-    else:
-        agree = [name for name, ok in zip(match.expected, fine, strict=True) if ok]
-        upto = f"; they agree at {agree}" if agree else ""
-        cause = f"the target's hidden states {match.expected} differ from those of training by {shown}{upto}"
+    cause = f"the target's hidden states {match.expected} differ from those of training by {shown}"
     symptom = "the draft reads states that it does not know: acceptance falls, to chance with another model"
     return [Finding("target", cause, symptom, "serve the weights that it was trained for, or train it for these")], []
-
-
-def _moved(nearest: Sequence[int | str], expected: Sequence[int | str]) -> str:
-    if FINAL in (*nearest, *expected):
-        return ""
-    distances = {a - b for a, b in zip(nearest, expected, strict=True)}
-    counted = "inputs" if distances == {-1} else "outputs"
-    return f": the captured ids are moved by one, {counted} of layers were counted" if distances in ({1}, {-1}) else ""
-
-
-def _embedding_error(probe: Probe, target: Target) -> float | None:
-    """The relative difference of the target's embeddings from the stored ones; None if the draft has its own."""
-    if probe.record.draft_config.own_embeddings:
-        return None
-    now = target.embedding[probe.id_U.to(target.embedding.device)].float().cpu()
-    before = probe.embedding_UE.float()
-    return float((now - before).norm() / before.norm())
 
 
 # -- the draft --------------------------------------------------------------------------------------------------------
 
 
+def replay_error(config: DraftConfig, tensors: Mapping[str, Tensor], probe: Probe) -> float:
+    """The `logits_error` of a draft on its probe, whatever its d2t; infinite if such a draft cannot be computed."""
+    try:
+        sized = meta_draft(config)
+        known = dict(tensors) | {n: torch.zeros_like(x, device="cpu") for n, x in sized.named_buffers() if n == "d2t"}
+        if tensor_problems(sized, known):
+            return float("inf")
+        return logits_error(replay(build_draft(config, known), probe), probe.logits_RKSJ)
+    except ValueError:  # a config that contradicts the probe
+        return float("inf")
+
+
+def changed_tensors(tensors: Mapping[str, Tensor], record: ProbeRecord) -> tuple[list[str], dict[str, str]]:
+    """The tensors but d2t whose values are not those that training wrote, and of these, the name that training wrote a
+    tensor's values under, if it wrote them at all."""
+    now = {name: tensor_sha256(x) for name, x in tensors.items()}
+    changed = [name for name in record.tensors if now.get(name) != record.tensors[name] and name != "d2t"]
+    written = {sha: name for name, sha in record.tensors.items()}
+    return changed, {name: written[now[name]] for name in changed if name in now and now[name] in written}
+
+
 def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[list[Finding], list[str], float]:
     """Findings and notes about the draft's logits, and their relative error. `explained` tells whether other findings
     say already why they may differ."""
-    error = replay_error(draft.config, draft.tensors, probe)
-    changed, written_as = changed_tensors(draft.tensors, probe.record)
+    config, record = draft.config, probe.record
+    error = replay_error(config, draft.tensors, probe)
+    changed, written_as = changed_tensors(draft.tensors, record)
     moved = bool(written_as) and sorted(written_as) == sorted(written_as.values())  # each is another one's
-    if error <= SAME and not (moved and not explained):
-        dtype = probe.record.config.get("torch_dtype")  # values in another one were rounded
+    if error <= SAME and (explained or not moved):
+        dtype = record.config.get("torch_dtype")  # values in another one were rounded
         changed = [n for n in changed if n in draft.tensors and str(draft.tensors[n].dtype) == f"torch.{dtype}"]
         if not changed or explained:
             return [], [], error
-        return [], [f"{_changed(changed, {}, len(probe.record.tensors))}, though the logits are."], error
-    recorded = replace(probe.record.draft_config, provenance=draft.config.provenance)
-    found = find_cause(draft.config, draft.tensors, probe) if error > SAME else None
-    rounded = error <= ROUNDED and len(changed) != 1 and not moved  # what rounds one tensor rounds all
-    if found is None and rounded and not changed_fields(draft.config, probe.record):
-        why = "its weights were rounded, or are of a step close to that one"
-        return [], [f"the draft's logits differ by {error:.1%} from those of training: {why}."], error
-    if found is None and explained:
-        return [], [f"the draft's logits differ from those of training ({_percent(error)})."], error
-    if found is not None and recorded != draft.config and replay_error(recorded, draft.tensors, probe) <= SAME:
-        return [], ["with the fields of config.json as in training, the draft's logits are those of training."], error
-    cause, cure = found or (_changed(changed, written_as, len(probe.record.tensors)), COPY)
+        return [], [f"{_changed(changed, {}, len(record.tensors))}, though the logits are."], error
+    if error > SAME:
+        trained = replace(record.draft_config, provenance=config.provenance)
+        if trained != config and replay_error(trained, draft.tensors, probe) <= SAME:
+            note = "with the fields of config.json as in training, the draft's logits are those of training."
+            return [], [note], error
+        # what rounds one tensor rounds all
+        if error <= ROUNDED and len(changed) != 1 and not moved and not changed_fields(config, record):
+            why = "its weights were rounded, or are of a step close to that one"
+            return [], [f"the draft's logits differ by {error:.1%} from those of training: {why}."], error
+        if explained:
+            return [], [f"the draft's logits differ from those of training ({_percent(error)})."], error
     symptom = f"its logits are not those of training (they differ by {_percent(error)}): {FALLS}"
-    return [Finding("weights", cause, symptom, cure)], [], error
+    return [Finding("weights", _changed(changed, written_as, len(record.tensors)), symptom, COPY)], [], error
 
 
 def _percent(error: float) -> str:
@@ -182,7 +170,8 @@ def _changed(changed: Sequence[str], written_as: dict[str, str], count: int) -> 
     if len(changed) > count / 2:
         return "most of the weights are not those that training wrote: they are of another draft or another step"
     names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
-    return f"{names} {'is' if len(changed) == 1 else 'are'} not what training wrote: of another step or another draft"
+    kind = "of another step or draft, or changed by a conversion"
+    return f"{names} {'is' if len(changed) == 1 else 'are'} not what training wrote: {kind}"
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -214,8 +203,6 @@ def with_measured(findings: Sequence[Finding], figures: dict[str, Any]) -> list[
 def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> dict[str, tuple[DraftFiles, str]]:
     """Other ways to read a draft whose record says nothing, each with its cure, by words that complete "τ is .. "."""
     config, found = draft.config, {}
-    for cause, tensors in likeliest_repairs(config, draft.tensors):
-        found[f"after undoing that {cause}"] = replace(draft, tensors=dict(tensors)), "undo this in the file"
     if not config.family.reads_layers:
         return found
     for distance, kind in ((1, "outputs"), (-1, "inputs")):

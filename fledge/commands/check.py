@@ -13,8 +13,7 @@ from fledge.io.fields import parse_dtype
 from fledge.options import Options, dtype_option, opt, trust_remote_code_option
 
 if TYPE_CHECKING:
-    from fledge.check.draft_files import DraftOnDisk
-    from fledge.check.findings import Report
+    from fledge.check.draft_files import DraftOnDisk, Report
     from fledge.check.probe import Probe, ProbeDecoding, ProbeRecord
     from fledge.config import DraftConfig
     from fledge.drafts.draft import Draft
@@ -69,8 +68,7 @@ class TargetTooLarge(ValueError):
 def run(options: CheckOptions, progress: ProgressDisplay) -> Report:
     """Runs all checks that can be made. Raises ValueError if there is no such draft or target, and TargetTooLarge if
     the target does not fit in memory."""
-    from fledge.check.draft_files import DraftOnDisk, read_files
-    from fledge.check.findings import Finding, Report
+    from fledge.check.draft_files import DraftOnDisk, Finding, Report, read_files
     from fledge.drafts.weights import check_draft
 
     check_draft(options.draft)
@@ -219,7 +217,7 @@ def _renders(draft: DraftOnDisk, target: ModelTarget, record: ProbeRecord) -> di
 
 def _check_engine(report: Report, name: str, draft: DraftOnDisk, engine: str) -> None:
     """What an engine would refuse, ignore or compute otherwise."""
-    from fledge.check.findings import Finding
+    from fledge.check.draft_files import Finding
     from fledge.drafts.weights import open_draft
     from fledge.engines.export import export
     from fledge.engines.support import TITLES, minimum_version, unsupported
@@ -257,7 +255,7 @@ def _other_files(name: str, engines: Sequence[str]) -> Iterator[str]:
 def _replay_target(report: Report, target: ModelTarget, probe: Probe) -> None:
     """Computes the probe's hidden states again."""
     from fledge.check import replays
-    from fledge.check.findings import Finding
+    from fledge.check.draft_files import Finding
 
     try:
         match = replays.match_features(probe, target)
@@ -321,7 +319,7 @@ def _decoded(target: ModelTarget, draft: Draft, before: ProbeDecoding) -> ProbeD
 
 def _decode_questions(report: Report, draft: DraftFiles, target: ModelTarget, say: Callable[[str], None]) -> None:
     """Decodes QUESTIONS with a draft without a record, as its files say and in other ways to read them."""
-    from fledge.check.findings import Finding
+    from fledge.check.draft_files import Finding
     from fledge.check.probe import decode
     from fledge.check.replays import ERRORS, LEAST, variants
     from fledge.data.template import ChatTemplate

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from fledge.options import Options, opt, trust_remote_code_option
 
 if TYPE_CHECKING:
-    from fledge.check.draft_files import DraftOnDisk
-    from fledge.check.findings import Finding
+    from fledge.check.draft_files import DraftOnDisk, Finding
     from fledge.config import DraftConfig
 
 

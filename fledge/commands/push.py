@@ -96,8 +96,7 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
 def _checked_files(directory: Path, options: PushOptions) -> tuple[DraftFiles, list[str]]:
     """The draft, and the names of its files without the card. Raises ValueError if the files are damaged, or not
     safetensors."""
-    from fledge.check.draft_files import read_files, vocabulary_findings
-    from fledge.check.findings import Finding
+    from fledge.check.draft_files import Finding, read_files, vocabulary_findings
     from fledge.check.probe import RECORD, TENSORS
     from fledge.drafts.weights import CONFIG, open_draft
     from fledge.io.tensors import INDEX, PICKLED, weights_file
