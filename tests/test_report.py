@@ -16,7 +16,7 @@ from support.reports import record, sweep, write_records, write_run
 
 pytestmark = pytest.mark.usefixtures("drawing")
 TRAINING = ("loss", "tau", "acceptance", "schedule", "packing", "step-parts", "speed", "vocabulary")
-DECODING = ("alpha", "tau-decoded", "speedup", "depth-sweep", "tree-sweep", "round")
+DECODING = ("alpha", "tau-decoded", "speedup", "round")
 
 
 def page_of(*paths: Path) -> str:
@@ -76,7 +76,7 @@ def test_names_that_begin_with_an_underscore_are_in_legends(tmp_path: Path) -> N
     runs = [write_run(tmp_path / name) for name in ("_old", "new")]
     records = {f"{name} depth {n}": record(depth=n) for name in ("_old", "new") for n in (1, 3)}
     page = page_of(*runs, write_records(tmp_path / "r.json", records))
-    for figure in ("loss", "tau", "acceptance", "schedule", "packing", "speed", "alpha", "depth-sweep"):
+    for figure in ("loss", "tau", "acceptance", "schedule", "packing", "speed", "alpha"):
         assert re.search(r"\n\W?_old", legend_of(page, figure)), figure
         assert re.search(r"\nnew", legend_of(page, figure)), figure
 
@@ -98,8 +98,8 @@ def test_the_page_says_what_is_left_out(tmp_path: Path) -> None:
     (run / "summary.json").unlink()
     page = page_of(run, write_records(tmp_path / "r.json", record(samples=[])))
     assert {"loss", "tau", "acceptance", "schedule", "packing", "step-parts", "speed", "alpha"} <= figures(page)
-    assert figures(page).isdisjoint({"vocabulary", "depth-sweep", "sample-1"})
-    assert all(f'id="{missing}-missing"' in page for missing in ("vocabulary", "depth-sweep", "samples"))
+    assert figures(page).isdisjoint({"vocabulary", "sample-1"})
+    assert all(f'id="{missing}-missing"' in page for missing in ("vocabulary", "samples"))
 
 
 @pytest.mark.parametrize("name", ["demo.json", "draft_modes.json", "before_after_cpu.json"])
@@ -199,7 +199,7 @@ def test_the_report_of_a_record_is_beside_it(tmp_path: Path) -> None:
     said: list[str] = []
     file = write_records(tmp_path / "sweep.json", sweep())
     report_file(file, said.append)
-    assert figures((tmp_path / "sweep.html").read_text()) >= {"speedup", "depth-sweep"}
+    assert figures((tmp_path / "sweep.html").read_text()) >= {"speedup", "alpha"}
     (tmp_path / "other.html").write_text("notes")
     report_file(write_records(tmp_path / "other.json", sweep()), said.append)
     assert (tmp_path / "other.html").read_text() == "notes" and "is no report of fledge" in said[1]

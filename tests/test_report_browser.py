@@ -17,7 +17,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 IDS = (
     "loss", "tau", "acceptance", "schedule", "packing", "step-parts", "speed", "vocabulary", "alpha", "tau-decoded",
-    "speedup", "depth-sweep", "tree-sweep", "round", "sample-1",
+    "speedup", "round", "sample-1",
 )  # fmt: skip
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 

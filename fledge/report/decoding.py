@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fledge.report.draw import INK, MARKERS, MUTED, SERIES, bars_from_left, drawing, in_legend, legend, style
-from fledge.report.figure import Figure, Table, shown, spanned
+from fledge.report.draw import INK, MUTED, Figure, Table, bars_from_left, color, drawing, legend, marked, shown, spanned
 from fledge.report.read import EvalRecord, mapping, number, numbers_or_none
 from fledge.report.training import stacked_bars
 
@@ -19,7 +18,7 @@ def decoding_figures(records: Sequence[EvalRecord]) -> list[Figure]:
     """All figures of the records."""
     if not records:
         return []
-    return [alpha(records), taus(records), speedups(records), depths(records), trees(records), rounds(records)]
+    return [alpha(records), taus(records), speedups(records), rounds(records)]
 
 
 def alpha(records: Sequence[EvalRecord]) -> Figure:
@@ -40,12 +39,10 @@ def alpha(records: Sequence[EvalRecord]) -> Figure:
         for i, (r, y) in enumerate(drawn):
             reached = [k for k, a in enumerate(y) if a is not None]
             x = [k + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for k in reached]
-            axes.plot(
-                x, [y[k] for k in reached], marker=MARKERS[i % len(MARKERS)], label=in_legend(r.label), **style(i)
-            )
+            axes.plot(x, [y[k] for k in reached], **marked(i, r.label))
             for at, k in zip(x, reached, strict=True):
                 if spans[i][k]:
-                    axes.plot([at, at], spans[i][k], color=SERIES[i % len(SERIES)], linewidth=1.1)
+                    axes.plot([at, at], spans[i][k], color=color(i), linewidth=1.1)
         axes.set_xlabel("position of the drafted token")
         axes.set_ylabel("acceptance rate α")
         axes.set_ylim(0, 1.03)
@@ -87,22 +84,6 @@ def speedups(records: Sequence[EvalRecord]) -> Figure:
     )
     ordered = sorted(records, key=prompt_set)
     return _dots("speedup", "Speedup", "speedup", "times as fast as without a draft", caption, ordered)
-
-
-def depths(records: Sequence[EvalRecord]) -> Figure:
-    """τ and speedup against depth."""
-    return _sweep(
-        records, "depth-sweep", "depth", "depth, drafted tokens",
-        "fledge eval with --depth several times (--depth 1 --depth 3 --depth 5)",
-    )  # fmt: skip
-
-
-def trees(records: Sequence[EvalRecord]) -> Figure:
-    """τ and speedup against the size of the tree."""
-    return _sweep(
-        records, "tree-sweep", "nodes", "nodes of the tree",
-        "fledge eval --draft-mode tree with --tree-nodes several times (--tree-nodes 8 --tree-nodes 30)",
-    )  # fmt: skip
 
 
 def rounds(records: Sequence[EvalRecord]) -> Figure:
@@ -147,8 +128,8 @@ def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequ
     def plot(axes) -> None:
         for i, (_, y, span) in enumerate(found):
             if span:
-                axes.plot(span, [i, i], color=SERIES[0], linewidth=2)
-            axes.plot([y], [i], color=SERIES[0], marker="o", markersize=7)
+                axes.plot(span, [i, i], color=color(0), linewidth=2)
+            axes.plot([y], [i], color=color(0), marker="o", markersize=7)
             axes.annotate(f"{y:.2f}", (y, i), (0, 8), textcoords="offset points", ha="center", fontsize=10)
         axes.axvline(1, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
         bars_from_left(axes, [_row_label(r) for r, _, _ in found])
@@ -170,60 +151,3 @@ def prompt_set(record: EvalRecord) -> str:
     """The name of a record's prompts; empty if it is not recorded."""
     name = record.fields.get("prompt_set")
     return name if isinstance(name, str) else ""
-
-
-def _sweep(records: Sequence[EvalRecord], name: str, key: str, axis: str, command: str) -> Figure:
-    """τ and speedup against the number `key`, a line for each group of records that differ in nothing else."""
-    groups: dict[str, list[EvalRecord]] = {}
-    for r in records:
-        if r.number(key) is not None and r.number("tau"):
-            groups.setdefault(_without(r, key), []).append(r)
-    groups = {g: sorted(rs, key=lambda r: r.number(key)) for g, rs in groups.items()}
-    groups = {g: rs for g, rs in groups.items() if len({r.number(key) for r in rs}) > 1}
-    title = f"τ and speedup against {'depth' if key == 'depth' else 'tree size'}"
-    if not groups:
-        return Figure(name, title, missing=f"It needs records that differ in it: {command}.")
-    if len(groups) == 1:
-        best = max((r for rs in groups.values() for r in rs), key=lambda r: r.number("speedup") or 0)
-        title = f"{'Depth' if key == 'depth' else 'A tree of'} {best.number(key):.0f}" + " nodes" * (key == "nodes")
-        title += f" is fastest, at {shown(best.number('speedup'))} times"
-
-    def plot(*both) -> None:
-        for axes, (of, label) in zip(both, (("tau", "τ"), ("speedup", "speedup")), strict=True):
-            for i, (group, rs) in enumerate(groups.items()):
-                rs = [r for r in rs if r.number(of) is not None]
-                x = [r.number(key) for r in rs]
-                axes.plot(
-                    x, [r.number(of) for r in rs], marker=MARKERS[i % len(MARKERS)], label=in_legend(group), **style(i)
-                )
-                for r in rs:
-                    if span := r.interval(of):
-                        axes.plot([r.number(key)] * 2, span, color=SERIES[i % len(SERIES)], linewidth=1.1)
-            axes.set_xlabel(axis)
-            axes.set_title(label)
-        both[1].axhline(1, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
-        if len(groups) > 1:
-            handles, labels = both[0].get_legend_handles_labels()
-            both[0].figure.legend(handles, [in_legend(x, 80) for x in labels], loc="outside upper left", ncols=1)
-
-    rows = [
-        [g, f"{r.number(key):.0f}", spanned(r.number("tau"), r.interval("tau")),
-         spanned(r.number("speedup"), r.interval("speedup"))]
-        for g, rs in groups.items() for r in rs
-    ]  # fmt: skip
-    caption = (
-        f"τ grows as more is drafted, and each round takes longer: the best setting is where the speedup is highest. "
-        f"{INTERVALS}; settings with overlapping whiskers are equal for practical purposes."
-    )
-    svg = drawing(name, plot, panels=2, side_by_side=True, height=3.0 + 0.2 * (len(groups) > 1) * len(groups))
-    return Figure(name, title, caption, svg, Table(("records", axis, "τ [95 %]", "speedup [95 %]"), rows))
-
-
-def _without(record: EvalRecord, key: str) -> str:
-    """What a record has besides `key`: a label for the records that only differ in it."""
-    words = f"{'depth' if key == 'depth' else ''} {record.number(key):.0f} {'nodes' if key == 'nodes' else ''}".strip()
-    fields = record.fields
-    prompts = prompt_set(record)
-    label = record.label.replace(words, "").replace("  ", " ").strip(" :")
-    more = [f"{k} {fields[k]}" for k in ("depth", "nodes", "batch") if k != key and number(fields.get(k)) is not None]
-    return " ".join([label, *([prompts] if prompts not in label else []), *(m for m in more if m not in label)])

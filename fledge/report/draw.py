@@ -1,4 +1,4 @@
-"""Drawing with matplotlib: SVG for the page, in colours that the page's style sheet defines.
+"""The figures of the page, and drawing with matplotlib: SVG in colours that the page's style sheet defines.
 
 matplotlib draws in placeholder colours, which are then replaced by CSS variables, so that one drawing serves the light
 and the dark page. Text stays text. The same data give the same bytes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,28 +39,67 @@ _STYLE = {
 }  # fmt: skip
 
 
-def drawing(
-    name: str, plot: Callable[..., None], *, panels: int = 1, height: float = 3.0, side_by_side: bool = False
-) -> str:
+@dataclass(frozen=True)
+class Table:
+    """The numbers under a figure, as text."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: its id on the page, the finding, how to read it, the drawing and its numbers. `missing` is a sentence
+    on what would be needed, if there is nothing to draw."""
+
+    id: str
+    title: str
+    caption: str = ""
+    svg: str = ""
+    table: Table | None = None
+    missing: str = ""
+
+
+def shown(value: float | None, digits: int = 2) -> str:
+    """A number for a table, or a dash."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def spanned(value: float | None, interval: tuple[float, float] | None, digits: int = 2) -> str:
+    """A number with its interval, if that is known."""
+    between = f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]" if interval and value is not None else ""
+    return shown(value, digits) + between
+
+
+def drawing(name: str, plot: Callable[..., None], *, panels: int = 1, height: float = 3.0) -> str:
     """The SVG of what `plot` draws into the axes of its panels. `name` makes the ids in it unique on the page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
-        shape = (1, panels) if side_by_side else (panels, 1)
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure = Drawing(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
-        axes = figure.subplots(*shape, squeeze=False, sharex=not side_by_side)
+        axes = figure.subplots(panels, 1, squeeze=False, sharex=True)
         plot(*axes.flat)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return _for_page(out.getvalue(), name)
 
 
-def style(i: int) -> dict[str, Any]:
-    """Colour and dashes of the i-th line; those of the first six differ in colour, and neighbours in dashes too."""
-    return {"color": SERIES[i % len(SERIES)], "linestyle": DASHES[(i // len(SERIES) + i) % len(DASHES)]}
+def color(i: int) -> str:
+    """The colour of the i-th line; the first six lines have different colours."""
+    return SERIES[i % len(SERIES)]
+
+
+def style(i: int, label: str) -> dict[str, Any]:
+    """Colour, dashes and label of the i-th line. Neighbours differ in dashes too."""
+    return {"color": color(i), "linestyle": DASHES[(i // len(SERIES) + i) % len(DASHES)], "label": in_legend(label)}
+
+
+def marked(i: int, label: str) -> dict[str, Any]:
+    """The `style` of the i-th line with its marker."""
+    return style(i, label) | {"marker": MARKERS[i % len(MARKERS)]}
 
 
 def depth_color(k: int, of: int) -> str:

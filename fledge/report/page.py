@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from fledge.io.files import check_output_path, replace_text
 from fledge.report.decoding import decoding_figures
-from fledge.report.figure import Table, shown, spanned
+from fledge.report.draw import Table, shown, spanned
 from fledge.report.read import EvalRecord, Material, Run, mapping, material_of, number, read
 from fledge.report.training import training_figures
 
@@ -205,9 +206,8 @@ def served(records: Sequence[EvalRecord]) -> Table | None:
 
 def samples(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
     """Answers in pieces with their proposer: one of each record in turn."""
-    found = [(r, s) for r in records for s in _samples_of(r)]
-    rank = {id(s): i for r in records for i, s in enumerate(_samples_of(r))}
-    found.sort(key=lambda each: rank[id(each[1])])
+    turns = itertools.zip_longest(*([(r, s) for s in _samples_of(r)] for r in records))
+    found = [each for turn in turns for each in turn if each]
     return [
         {"label": r.label, "prompt": printable(s["prompt"]), "drafted": _drafted_share(s["pieces"]),
          "pieces": [(printable(text), by) for text, by in s["pieces"]]}

@@ -4,7 +4,7 @@ count as not recorded."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,9 @@ def read(paths: Sequence[str | Path]) -> Material:
         empty = ", ".join(str(run.path) for run in runs)
         raise ValueError(f"{empty} has no steps yet; its report can be drawn after the first step")
     notes += [f"{run.path} has no steps yet." for run in runs if not run.steps]
-    return Material(_named([run for run in runs if run.steps]), _labelled(records), notes)
+    runs = [run for run in runs if run.steps]
+    names = _distinct([run.path for run in runs])
+    return Material([replace(run, name=n) for run, n in zip(runs, names, strict=True)], _labelled(records), notes)
 
 
 def material_of(record: dict[str, Any], source: str | Path) -> Material:
@@ -142,9 +144,13 @@ def read_records(path: Path) -> list[EvalRecord]:
     return found
 
 
-def records_in(value: Any, source: Path) -> list[EvalRecord]:
-    """The records in a parsed file, each with the names on the way to it as its label."""
-    return [EvalRecord(label, source, fields) for label, fields in _records_in(value, ())]
+def records_in(value: Any, source: Path, names: tuple[str, ...] = ()) -> list[EvalRecord]:
+    """The records in a parsed file, each with the `names` on the way to it as its label."""
+    if not isinstance(value, dict) or len(names) > 8:
+        return []
+    if value.keys() >= REQUIRED and ("speedup" in value or "endpoint" in value):
+        return [EvalRecord(" ".join(names), source, value)]
+    return [record for name, inner in value.items() for record in records_in(inner, source, (*names, name))]
 
 
 def number(value: Any) -> float | None:
@@ -182,16 +188,6 @@ def _is_request(value: Any) -> bool:
     )
 
 
-def _records_in(value: Any, names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not isinstance(value, dict) or len(names) > 8:
-        return
-    if value.keys() >= REQUIRED and ("speedup" in value or "endpoint" in value):
-        yield " ".join(names), value
-        return
-    for name, inner in value.items():
-        yield from _records_in(inner, (*names, name))
-
-
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
@@ -212,21 +208,14 @@ def _options(text: str) -> dict[str, Any]:
         return {}
 
 
-def _named(runs: list[Run]) -> list[Run]:
-    """The runs, with as much of their path as tells them apart."""
-    names = _distinct([run.path for run in runs])
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-
-
 def _labelled(records: list[EvalRecord]) -> list[EvalRecord]:
     """The records with the name of their file before the label, where there are several files."""
     files = list(dict.fromkeys(r.source for r in records))
     names = dict(zip(files, _distinct([f.with_suffix("") for f in files]), strict=True))
-    several = len(files) > 1
 
     def label(record: EvalRecord) -> str:
-        parts = [names[record.source]] * (several or not record.label) + [record.label] * bool(record.label)
-        return ": ".join(parts)
+        named = [names[record.source]] * (len(files) > 1 or not record.label)
+        return ": ".join([*named, *([record.label] if record.label else [])])
 
     return [replace(r, label=label(r)) for r in records]
 

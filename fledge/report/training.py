@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fledge.report.draw import MARKERS, SERIES, bars_from_left, depth_color, drawing, in_legend, legend, style
-from fledge.report.figure import Figure, Table, shown
+from fledge.report.draw import Figure, Table, bars_from_left, color, depth_color, drawing, legend, marked, shown, style
 from fledge.report.read import Run, mapping, number
 
 PARTS = {
@@ -53,11 +52,10 @@ def tau(runs: Sequence[Run]) -> Figure:
     def plot(axes) -> None:
         for i, run in enumerate(runs):
             x, y = run.series(keys[run.name])
-            axes.plot(*thinned(x, smoothed(y)), label=in_legend(f"{run.name}, simulated"), **style(i))
+            axes.plot(*thinned(x, smoothed(y)), **style(i, f"{run.name}, simulated"))
             x, y = run.series("eval_tau")
             if y:
-                color, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
-                axes.plot(x, y, color=color, marker=marker, linewidth=0.8, label=in_legend(f"{run.name}, decoded"))
+                axes.plot(x, y, **marked(i, f"{run.name}, decoded") | {"linestyle": "-", "linewidth": 0.8})
         axes.set_xlabel("step")
         axes.set_ylabel("τ, tokens per round")
         legend(axes, 2 * len(runs))
@@ -83,9 +81,10 @@ def acceptance(runs: Sequence[Run]) -> Figure:
     def plot(axes) -> None:
         for i, (name, (steps, rows)) in enumerate(data.items()):
             for k in range(len(rows[0]) if rows and len(data) == 1 else min(1, len(rows))):
-                looks = {"color": depth_color(k, len(rows[0])), "linestyle": "-"} if len(data) == 1 else style(i)
-                label = f"position {k + 1}" if len(data) == 1 else in_legend(name)
-                axes.plot(*thinned(steps, smoothed([row[k] for row in rows])), label=label, **looks)
+                looks = style(i, name)
+                if len(data) == 1:
+                    looks = {"color": depth_color(k, len(rows[0])), "linestyle": "-", "label": f"position {k + 1}"}
+                axes.plot(*thinned(steps, smoothed([row[k] for row in rows])), **looks)
         axes.set_xlabel("step")
         axes.set_ylabel("acceptance rate α")
         axes.set_ylim(0, 1)
@@ -193,11 +192,10 @@ def _lines(
             for i, run in enumerate(runs):
                 x, y = run.series(key)
                 if len(runs) == 1 and len(y) > 1 and key != "lr":
-                    axes.plot(*thinned(x, y), color=SERIES[0], linewidth=0.6, alpha=0.3)
+                    axes.plot(*thinned(x, y), color=color(0), linewidth=0.6, alpha=0.3)
                 # an average would show a learning rate that was never used
-                axes.plot(
-                    *thinned(x, y if key in ("lr", "peak_gib") else smoothed(y)), label=in_legend(run.name), **style(i)
-                )
+                shape = y if key in ("lr", "peak_gib") else smoothed(y)
+                axes.plot(*thinned(x, shape), **style(i, run.name))
             axes.set_ylabel(label)
             if key in SHARES:
                 axes.set_ylim(0, 1.05)
@@ -250,9 +248,7 @@ def stacked_bars(axes, bars: dict[str, dict[str, float]]) -> None:
     left = dict.fromkeys(bars, 0.0)
     for i, part in enumerate(parts):
         widths = [found.get(part, 0.0) for found in bars.values()]
-        axes.barh(
-            range(len(bars)), widths, left=[*left.values()], height=0.6, color=SERIES[i % len(SERIES)], label=part
-        )
+        axes.barh(range(len(bars)), widths, left=[*left.values()], height=0.6, color=color(i), label=part)
         left = {name: at + width for (name, at), width in zip(left.items(), widths, strict=True)}
     bars_from_left(axes, list(bars))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
