@@ -57,9 +57,8 @@ from fledge.engines.command import program
 from fledge.engines.metrics import Acceptance, of_requests
 from fledge.io.fields import parse_dtype
 from fledge.io.machine import environment, resolve_device
-from fledge.measure.endpoint import Measurement, identical, measure
+from fledge.measure.endpoint import Measurement, decode_own, identical, measure
 from fledge.measure.metrics import committed_per_round, drafted_and_accepted, tau
-from fledge.measure.own import decode_own
 from fledge.measure.prompts import EvalPrompt, read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.targets.loading import load_target

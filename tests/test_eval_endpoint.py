@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import operator
 import random
 import shutil
 import signal
@@ -385,35 +383,6 @@ def test_a_difference_within_chance_has_no_cause():
     more = record | {"counted": {"rounds": 20000}, "own": own | {"rounds": 20000}}
     assert causes(more, "vllm", None)[-1].startswith("Causes that cannot be seen")
     assert tau_error(record | {"alpha": None}) is None
-
-
-@pytest.mark.parametrize(
-    ("method", "alpha", "said", "layers"),
-    [
-        ("eagle3", [0.69, 0.2, 0.1], "that of position 2 less often (α 0.20 on the server, 0.50 here)", False),
-        ("eagle3", [0.69, 0.2, 0.1], "norm_output is not that of training: the state fed back", False),
-        ("eagle1", [0.69, 0.2, 0.1], "here), so it is hardly the target or the template. Causes", False),
-        ("peagle", [0.70, 0.2, None], "mask_token_id is not that of training: another embedding", False),
-        ("eagle3", [0.3, 0.2, 0.1], "here): as where the draft reads other layers of the target", True),
-        ("eagle1", [0.3, 0.2, 0.1], "here): as where the draft reads the states of another target", False),
-        ("tree", [0.9, 0.9, 0.9], "", False),
-    ],
-)
-def test_the_pattern_of_alpha_points_to_a_cause(method, alpha, said, layers):
-    """A first token accepted as by fledge cannot come from other layers."""
-    mode = {"tree": "tree", "peagle": "parallel"}.get(method, "chain")
-    own = {
-        "tau": 2.26, "alpha": [0.7, 0.5, 0.6], "rounds": 2000, "depth": 3, "mode": mode, "identical": 8,
-        "method": "eagle3" if method == "tree" else method,
-    }  # fmt: skip
-    tau = 1 + sum(itertools.accumulate((a or 0 for a in alpha), operator.mul))
-    record = {
-        "tau": tau, "alpha": alpha, "counted": {"rounds": 2000}, "own": own, "depth": 3.0, "concurrency": 1,
-        "requests": 8, "sampling": {"temperature": 0.0}, "mismatched_prompts": [],
-    }  # fmt: skip
-    found = causes(record, "vllm", None)
-    assert said in " ".join(found) and len(found) == 1 + bool(said), found
-    assert ("other layers of the target (" in found[-1]) == layers
 
 
 def test_other_users_of_the_server_are_noticed(made):

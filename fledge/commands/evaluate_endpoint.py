@@ -22,8 +22,17 @@ from fledge.engines.support import minimum_version
 from fledge.io.http import key_in, root_of
 from fledge.io.machine import restoring_signals
 from fledge.measure.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
+from fledge.io.signals import restoring_signals
+from fledge.measure.endpoint import (
+    TOLERANCE,
+    Measurement,
+    causes,
+    decode_own,
+    identical,
+    measure,
+    mismatch_sentence,
+)
 from fledge.measure.metrics import alpha_text
-from fledge.measure.own import decode_own
 from fledge.measure.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.options import parse_template_kwargs

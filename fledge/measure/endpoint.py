@@ -23,13 +23,15 @@ from fledge.engines.metrics import (
     since_start,
     vllm_counters,
 )
-from fledge.engines.support import FIELD_SYMPTOMS
 from fledge.io.http import BadRequest, ServerProblem
+from fledge.measure import metrics
 from fledge.measure.prompts import EvalPrompt, conversation
-from fledge.methods import METHODS, Method
+from fledge.methods import METHODS
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
+    from fledge.decode.engine import Engine
+    from fledge.types import Sampling
 
 TOLERANCE = 0.03  # relative difference of τ up to which two decoders count as equal
 CHANCE = 2.0  # standard errors below which a difference of τ is within chance
@@ -323,6 +325,32 @@ def _why_unknown(client: Client, spent: Counters, by_ids: bool) -> str:
 # -- comparing ----------------------------------------------------------------------------------------------------
 
 
+def decode_own(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch: int = 1,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Decodes prompts of token ids with an engine's draft.
+
+    Returns the prompts (`ids`), the `completions` in their order, and the `figures`: tau, alpha, rounds and what
+    computed them. `advance` is called after each answer.
+    """
+    done = engine.generate_all(
+        list(prompts), batch=batch, max_new_tokens=max_new_tokens, sampling=sampling, answered=lambda index: advance()
+    )
+    traces = [c.trace for c in done]
+    figures = {
+        "tau": metrics.tau(traces), "alpha": metrics.alpha(traces), "rounds": sum(len(t.rounds) for t in traces),
+        "batch": batch, "device": str(engine.target.device), "dtype": str(engine.target.dtype).removeprefix("torch."),
+        **engine.drafting.record(),
+    }  # fmt: skip
+    return {"ids": list(prompts), "completions": done, "figures": figures}
+
+
 def identical(ours: Sequence[Answer], theirs: Sequence[Answer]) -> tuple[int, str]:
     """The number of equal answers, and what was compared: "tokens", or "text" where a server returns no token ids."""
     by_tokens = all(a.token_ids is not None for a in (*ours, *theirs))
@@ -337,8 +365,7 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     own, theirs = record["own"], record["tau"]
     if not own or not theirs or not own["tau"] or abs(theirs / own["tau"] - 1) <= TOLERANCE:
         return []
-    family = METHODS[own["method"]]
-    shown, possible = [], []
+    shown: list[str] = []
     if prompts := mismatch_sentence(record):
         shown.append(prompts)
     if record["depth"] and own["mode"] != "tree" and abs(record["depth"] - own["depth"]) > 0.05:
@@ -354,92 +381,35 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     if error is not None and difference < CHANCE * error:
         within = f"The difference of {difference:.2f} is within chance: its standard error is {error:.2f}"
         return [*shown, f"{within}, with rounds taken as independent. Measure more prompts."]
-    pattern = positions_lower(record)
-    if sentence := _pattern_sentence(record, pattern, family):
-        shown.append(sentence)
-    possible.append("another draft on the server, or the same one of another step, than --draft")
+    possible = ["another draft on the server, or the same one of another step, than --draft"]
     if record["concurrency"] > 1:
         possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
     lower = theirs < own["tau"]
     if lower and minimum:
         possible.append(f"a version before {minimum}, which ignores some of the draft's norms")
-    if lower and pattern[:1] != [False] and family.reads_layers:
-        possible.append("other layers of the target (their ids are numbered differently by vLLM and SGLang)")
-    if lower and pattern[:1] != [False] and engine == "vllm":
+    if lower and METHODS[own["method"]].reads_layers:
+        possible.append(
+            "other layers of the target, where α of the first position is lower too (vLLM and SGLang number layers "
+            "differently)"
+        )
+    if lower and engine == "vllm":
         possible.append("a draft that was started without a method in --speculative-config")
     return [*shown, f"Causes that cannot be seen from here: {'; '.join(possible)}."]
-
-
-def positions_lower(record: dict[str, Any]) -> list[bool]:
-    """Of each position for which both have an α, whether the server's is lower than fledge's by more than CHANCE
-    standard errors and TOLERANCE; empty where one of them has no α, or no rounds."""
-    sides = _sides(record)
-    if sides is None:
-        return []
-    lower, (server, own) = [], ([*zip(alpha, _reached(alpha, rounds), strict=True)] for alpha, rounds in sides)
-    for (theirs, m), (ours, n) in zip(server, own, strict=False):
-        if theirs is None or ours is None:
-            break
-        error = math.sqrt(theirs * (1 - theirs) / m + ours * (1 - ours) / n)
-        lower.append(ours - theirs > max(CHANCE * error, TOLERANCE * ours))
-    return lower
-
-
-def _pattern_sentence(record: dict[str, Any], lower: Sequence[bool], family: Method) -> str:
-    """What α by position says about the cause, for a draft of a method; empty if nothing."""
-    if not any(lower):
-        return ""
-    own, at = record["own"], lower.index(True)
-    pair = f"α {record['alpha'][at]:.2f} on the server, {own['alpha'][at]:.2f} here"
-    if family.reads_layers:
-        likely = "other layers of the target, or with another vocabulary map (d2t) or chat template"
-        hardly = "the layers, the vocabulary map or the template"
-    else:
-        likely, hardly = "the states of another target, or with another chat template", "the target or the template"
-    if at == 0:
-        return (
-            f"The first drafted token is accepted less often than by fledge ({pair}): as where the draft reads "
-            f"{likely}."
-        )
-    sentence = (
-        f"The first drafted token is accepted as by fledge, and that of position {at + 1} less often ({pair}), so it "
-        f"is hardly {hardly}."
-    )
-    field = "mask_token_id" if own["mode"] == "parallel" else "norm_output"
-    if field in family.without:
-        return sentence
-    return f"{sentence} Where {field} is not that of training: {FIELD_SYMPTOMS[field]}."
-
-
-def _sides(record: dict[str, Any]) -> list[tuple[list[float | None], float]] | None:
-    """α and rounds of the server and of fledge's decoder; None where one of them has no α, or no rounds."""
-    own, counted = record["own"], record.get("counted") or {}
-    sides = [(record.get("alpha"), counted.get("rounds")), (own.get("alpha"), own.get("rounds"))]
-    return sides if all(alpha and rounds for alpha, rounds in sides) else None
-
-
-def _reached(alpha: Sequence[float | None], rounds: float) -> list[float]:
-    """The rounds that reached each position."""
-    return [rounds, *(rounds * share for share in _shares(alpha))][: len(alpha)]
-
-
-def _shares(alpha: Sequence[float | None]) -> list[float]:
-    """The share of rounds that accept more than k tokens, for each k."""
-    return list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))
 
 
 def tau_error(record: dict[str, Any]) -> float | None:
     """The standard error of the difference between the τ of a server and of fledge's decoder, with the rounds taken as
     independent; None where one of them has no α, or no rounds."""
-    sides = _sides(record)
-    if sides is None:
+    own, counted = record["own"], record.get("counted") or {}
+    sides = [(record.get("alpha"), counted.get("rounds")), (own.get("alpha"), own.get("rounds"))]
+    if not all(rates and rounds for rates, rounds in sides):
         return None
-    return math.sqrt(sum(_variance(alpha) / rounds for alpha, rounds in sides))
+    return math.sqrt(sum(_variance(rates) / rounds for rates, rounds in sides))
 
 
 def _variance(alpha: Sequence[float | None]) -> float:
     """The variance of a round's accepted tokens."""
-    shares = _shares(alpha)
+    shares = list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))  # that accept more than k tokens
     return sum((2 * k + 1) * share for k, share in enumerate(shares)) - sum(shares) ** 2
 
 

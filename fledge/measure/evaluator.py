@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -36,9 +35,7 @@ def make_evaluator(
     """
     if not prepared.decodes:
         return None
-    selector = _PromptSelector(prepared, _max_prompt_tokens(recipe, prepared), recipe.data.skip_bad)
-    source = recipe.options.eval_prompts
-    prompts = selector.from_source(source) if source else selector.from_records(held_out)
+    prompts = _prompts(recipe, prepared, held_out)
     if not prompts:
         _say_no_prompts(recipe, held_out, say)
         return None
@@ -102,44 +99,36 @@ def _max_prompt_tokens(recipe: Recipe, prepared: PreparedTarget) -> int:
     return room
 
 
-@dataclass(frozen=True)
-class _PromptSelector:
-    """Selects prompts of at most `max_tokens` tokens. With `skip_bad`, prompts that the chat template refuses are
-    skipped."""
+def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -> list[EvalPrompt]:
+    """The prompts of --eval-prompts, or else of the held-out records: plain texts are shortened, and chats that are too
+    long are left out, with --skip-bad also chats that the chat template refuses. Raises ValueError if a prompt of
+    --eval-prompts is too long."""
+    template, longest, source = prepared.template, _max_prompt_tokens(recipe, prepared), recipe.options.eval_prompts
 
-    prepared: PreparedTarget
-    max_tokens: int
-    skip_bad: bool
+    def fits(prompt: EvalPrompt) -> bool:
+        own = template.of(prompt.template_kwargs)
+        return len(own.prompt_ids(first_prompt(prompt), tools=prompt.tools)) <= longest
 
-    def from_source(self, source: str) -> list[EvalPrompt]:
-        """The prompts of --eval-prompts. Raises ValueError if one is too long."""
-        prompts = read_prompts(source, PROMPTS)
-        if not all(map(self._fits, prompts)):
-            raise ValueError(
-                f"{source} has a prompt of over {self.max_tokens} tokens, which is too long for the target's context"
-            )
-        return prompts
-
-    def from_records(self, records: list[Record]) -> list[EvalPrompt]:
-        """The prompts of held-out records. Plain texts are shortened; chats that are too long are skipped."""
-        starts = [self._start(r) for r in records if r.text is not None]
-        texts = [EvalPrompt(text=start) for start in starts if start]
-        return texts + [p for p in (prompt_of(r) for r in records if r.text is None) if self._usable(p)]
-
-    def _fits(self, prompt: EvalPrompt) -> bool:
-        template = self.prepared.template.of(prompt.template_kwargs)
-        return len(template.prompt_ids(first_prompt(prompt), tools=prompt.tools)) <= self.max_tokens
-
-    def _usable(self, prompt: EvalPrompt) -> bool:
+    def usable(prompt: EvalPrompt) -> bool:
         try:
-            return self._fits(prompt)
+            return fits(prompt)
         except ValueError:
-            if not self.skip_bad:
+            if not recipe.data.skip_bad:
                 raise
             return False
 
-    def _start(self, record: Record) -> str:
-        template, text = self.prepared.template, record.text[: record.prompt_length or None]
+    def start(record: Record) -> str:
+        text = record.text[: record.prompt_length or None]
         n = len(template.prompt_ids(text))
-        longest = min(self.prepared.max_length // 2, self.max_tokens)
-        return text_prompt(template, text, min(n if record.prompt_length else n // 2, longest))[1]
+        shorter = min(n if record.prompt_length else n // 2, prepared.max_length // 2, longest)
+        return text_prompt(template, text, shorter)[1]
+
+    if source:
+        prompts = read_prompts(source, PROMPTS)
+        if not all(map(fits, prompts)):
+            raise ValueError(
+                f"{source} has a prompt of over {longest} tokens, which is too long for the target's context"
+            )
+        return prompts
+    texts = [EvalPrompt(text=text) for text in (start(r) for r in held_out if r.text is not None) if text]
+    return texts + [p for p in (prompt_of(r) for r in held_out if r.text is None) if usable(p)]

@@ -14,17 +14,29 @@ from fledge.data.answering import history_message
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.request import Prompt
+from fledge.decode.prompt import Prompt
+from fledge.decode.proposers import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
-from fledge.measure.intervals import speedup_interval, tau_interval
-from fledge.measure.metrics import alpha, bytes_per_round, paused, repeated_ngrams, tau
-from fledge.measure.prompts import EvalPrompt, conversation
-from fledge.measure.requests import request_record, sample_records
+from fledge.measure.metrics import (
+    alpha,
+    bytes_per_round,
+    committed_per_round,
+    drafted_and_accepted,
+    paused,
+    repeated_ngrams,
+    speedup_interval,
+    tau,
+    tau_interval,
+)
+from fledge.measure.prompts import EvalPrompt, conversation, spread
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
 from fledge.types import Sampling, Trace, Tree, without_processors
 
 BASELINE = None  # the arm that decodes without a draft; the other arms are the engines' names
+SAMPLES = 3  # answers that a record shows
+PROMPT_CHARACTERS = 400  # of a sample's prompt, from its end
 LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
 
 
@@ -140,6 +152,41 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "requests": requests,
         "samples": sample_records(engine, ids, with_draft),
     }
+
+
+def request_record(
+    with_draft: Completion, without: Completion, seconds: tuple[float, float] | None = None
+) -> dict[str, Any]:
+    """The sums of one request: its tokens and rounds, the tokens that its rounds committed and drafted, and the two
+    sums of α by depth. `seconds` are those with the draft and without; None if requests were decoded together, and none
+    has a time of its own. `baseline_tokens` is there if the answer without the draft has another length."""
+    committed, rounds = committed_per_round([with_draft.trace])
+    reached, passed = drafted_and_accepted([with_draft.trace])
+    record: dict[str, Any] = {
+        "tokens": len(with_draft.tokens),
+        "rounds": rounds,
+        "committed": committed,
+        "drafted": sum(r.drafted for r in with_draft.trace.rounds),
+        "reached": reached,
+        "passed": passed,
+    }
+    if len(without.tokens) != len(with_draft.tokens):
+        record["baseline_tokens"] = len(without.tokens)
+    if seconds is not None:
+        record["seconds"], record["baseline_seconds"] = seconds
+    return record
+
+
+def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequence[Completion]) -> list[dict[str, Any]]:
+    """At most SAMPLES answers, evenly spaced over the requests: the end of the prompt's text, and the answer in pieces,
+    each with its proposer (`fledge.decode.proposers`)."""
+    tokenizer = engine.target.tokenizer
+    samples = []
+    for i in spread(list(range(len(ids))), SAMPLES):
+        text = AttributedText(tokenizer, engine.target.stop_ids)
+        pieces = [*text.take(completions[i]), *text.finish()]
+        samples.append({"prompt": tokenizer.decode(ids[i])[-PROMPT_CHARACTERS:], "pieces": [list(p) for p in pieces]})
+    return samples
 
 
 def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:

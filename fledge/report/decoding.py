@@ -23,7 +23,7 @@ def decoding_figures(records: Sequence[EvalRecord]) -> list[Figure]:
 
 def alpha(records: Sequence[EvalRecord]) -> Figure:
     """α by position, with intervals where requests are recorded."""
-    from fledge.measure.intervals import alpha_intervals
+    from fledge.measure.metrics import alpha_intervals
 
     found = [(r, numbers_or_none(r.fields.get("alpha"))) for r in records]
     found = [(r, y) for r, y in found if y]
