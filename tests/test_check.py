@@ -302,12 +302,12 @@ DAMAGES = {
         layers([2, 4, 5], [2, 4, 5]),
         "layer_ids) reads the hidden states [3, 5, 6]",
     ),
-    "layers moved by one, fledge's list": ("eagle3", fledge_field(aux_layers=[1, 3, 4]), "moved down by one"),
-    "features captured as outputs": (
+    "layers moved by one, fledge's list": (
         "eagle3",
-        captured_elsewhere,
-        "that the draft was trained on are [3, 5, 6] of this target",
+        fledge_field(aux_layers=[1, 3, 4]),
+        "[1, 3, 4] in place of [2, 4, 5]",
     ),
+    "features captured as outputs": ("eagle3", captured_elsewhere, "hidden states [2, 4, 5] differ from those of"),
     "d2t zeroed": ("eagle3", tensors(put("d2t", torch.zeros_like)), "all of it is zero"),
     "d2t shifted": ("eagle3", tensors(put("d2t", lambda d: d + 1)), "d2t is wrong"),
     "d2t shifted by 3": ("eagle3", tensors(put("d2t", lambda d: d + 3)), "it is not the vocabulary map of training"),
@@ -317,7 +317,11 @@ DAMAGES = {
     "d2t holds ids": ("eagle3", tensors(put("d2t", lambda d: d + torch.arange(200))), "in place of their distances"),
     "d2t missing": ("eagle3", tensors(drop("d2t")), "d2t is missing, and the draft predicts 200 of 400"),
     "t2d contradicts d2t": ("eagle3", tensors(put("t2d", lambda t: t.roll(1))), "t2d and d2t contradict"),
-    "norms swapped": ("eagle3", tensors(NORMS), "input_layernorm.weight and midlayer.hidden_norm.weight are swapped"),
+    "norms swapped": (
+        "eagle3",
+        tensors(NORMS),
+        "hidden_norm.weight is what training wrote as midlayer.input_la",
+    ),
     "fc transposed": ("eagle3", tensors(put("fc.weight", lambda w: w.T)), "fc.weight has shape [96, 32], but"),
     "square matrix transposed": ("eagle3", tensors(put(O, lambda w: w.T)), "o_proj.weight is not what training wrote"),
     "chunks of fc": ("eagle3", tensors(put("fc.weight", chunks([2, 0, 1]))), "fc.weight is not what training wrote"),
@@ -328,8 +332,8 @@ DAMAGES = {
     ),
     "inputs of q, k and v turned": ("eagle3", tensors(inputs_turned), "v_proj.weight are not what training wrote"),
     "q and k swapped": ("eagle3", tensors(swap(Q, K)), "q_proj.weight has shape"),
-    "k and v swapped": ("peagle", tensors(swap(K, V)), "v_proj.weight are swapped"),
-    "gate and up swapped": ("eagle1", tensors(GATES), "up_proj.weight are swapped"),
+    "k and v swapped": ("peagle", tensors(swap(K, V)), "v_proj.weight is what training wrote as"),
+    "gate and up swapped": ("eagle1", tensors(GATES), "up_proj.weight is what training wrote as"),
     "RoPE on neighbours": ("eagle3", tensors(stored_for_neighbours), "k_proj.weight are not what training wrote"),
     "norms as distances from 1": ("eagle3.1", tensors(minus_one), "are not what training wrote"),
     "RoPE base": ("eagle3", rope_base, "RoPE is rope_theta 500000.0"),
@@ -523,7 +527,7 @@ NO_FAULTS = {
         "lm_head.weight is not what training wrote: of another step or draft, or changed by a conversion, though",
     ),
     "a template with a date": (another_date, "e.g. another date"),
-    "a template with a comment": (same_words, "renders the recorded chats as before"),
+    "a template with a comment": (same_words, ""),
     "a target trained further": (trained_further, "quantized, trained further"),
     "no probe": (without_probe, "nothing to replay"),
 }
@@ -554,7 +558,7 @@ def test_swapped_tensors_are_a_fault_however_little_they_change(made, damaged):
     read, probe = read_files(draft)
     (finding,), notes, error = replays.logits_findings(read, replace(probe, logits_RKSJ=replayed(read, probe)), False)
     assert error <= replays.SAME and not notes
-    assert "fc_norm.0.weight and fc_norm.2.weight are swapped" in finding.cause
+    assert "fc_norm.0.weight is what training wrote as fc_norm.2.weight" in finding.cause
 
 
 def replayed(read: Any, probe: Any) -> torch.Tensor:
@@ -845,9 +849,8 @@ def test_all_lists_moved_together_are_one_finding(check, damaged):
     layers([3, 5, 6], [2, 4, 5])(draft, target)
     fledge_field(aux_layers=[3, 5, 6])(draft, target)
     (finding,) = check(draft, target=target)[1]["findings"]
-    assert (
-        finding["cause"].startswith("fledge (fledge.aux_layers) and vLLM (") and "moved up by one" in finding["cause"]
-    )
+    assert finding["cause"].startswith("fledge (fledge.aux_layers) and vLLM (")
+    assert "[3, 5, 6] in place of [2, 4, 5]" in finding["cause"]
     assert finding["cure"].endswith("eagle_config.eagle_aux_hidden_state_layer_ids to [1, 3, 4]")
 
 

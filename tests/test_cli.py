@@ -446,7 +446,9 @@ def test_one_token_has_no_tau(made, fledge, tmp_path, monkeypatch):
     """An answer of one token, requested or not, has no round, so there is no τ and the last draft is saved."""
     words = ["train", "--target", made / "target", "--data", made / "chats.jsonl", *TRAIN, "--eval-every", 1]
     for name, tokens, reason in (("a", 1, "an answer of one token needs no draft"), ("b", 8, "there is no decoded τ")):
-        monkeypatch.setattr("fledge.measure.run.tau", lambda traces: pytest.fail("τ was computed without any round"))
+        monkeypatch.setattr(
+            "fledge.measure.metrics.tau", lambda traces: pytest.fail("τ was computed without any round")
+        )
         with monkeypatch.context() as m:
             m.setattr("fledge.decode.request.Request.over", property(lambda self: True, lambda self, over: None))
             went = fledge(*words, "--out", tmp_path / name, "--eval-tokens", tokens)

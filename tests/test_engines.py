@@ -78,9 +78,3 @@ def test_each_limit_is_tried():
 )  # fmt: skip
 def test_the_version_that_a_draft_needs(changes, engine, version):
     assert minimum_version(config(**changes), engine) == version
-
-
-def test_an_unknown_engine_is_refused():
-    for ask in (unsupported, minimum_version):
-        with pytest.raises(ValueError, match=r"engine 'llama\.cpp' is none of vllm, sglang, safeailab, speculators"):
-            ask(config(), "llama.cpp")

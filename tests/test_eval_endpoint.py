@@ -494,7 +494,7 @@ def test_why_there_is_no_acceptance() -> None:
         return endpoint._why_unknown(client, endpoint.Counters(**counted), by_ids)
 
     assert "--disable-log-stats" in why("vllm", False) and "without a draft" in why("vllm", False, tokens=3)
-    assert "answers count no verifications" in why("sglang", True) and "--enable-metrics" in why("sglang", False)
+    assert "counted no verifications" in why("sglang", True) and "--enable-metrics" in why("sglang", False)
 
 
 def test_later_turns_follow_answers_with_their_special_tokens(evaluate: Evaluate, made: Path) -> None:

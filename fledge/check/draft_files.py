@@ -27,6 +27,9 @@ from fledge.drafts.weights import (
 from fledge.engines.layers import PLACES, layers_read, value_at
 from fledge.engines.support import FIELD_SYMPTOMS, TITLES
 from fledge.io.fields import format_value, read_json, shortened
+from fledge.engines.support import PLACES, TITLES, layers_read, value_at
+from fledge.io.deviations import Deviation, deviations
+from fledge.io.fields import format_value, shortened
 from fledge.io.files import read_consistent
 from fledge.io.formats import Deviation, deviations, flat_config, is_speculators, to_engine
 from fledge.io.hub import draft_directory
@@ -38,6 +41,10 @@ from fledge.io.tensors import (
     to_draft_names,
     weights_file,
 )
+from fledge.io.json_text import read_json
+from fledge.io.layer_ids import to_engine
+from fledge.io.speculators import flat_config, is_speculators
+from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, to_draft_names, weights_file
 from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.interface import UNLIMITED, Target
 
@@ -167,9 +174,6 @@ def _read_probe(directory: Path) -> Probe | Finding | None:
         return Finding("probe", str(e), "nothing can be replayed", "copy the draft again, with its subfolder")
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
 def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Sequence[str]) -> list[Finding]:
     """Tensors that are missing, unknown, of wrong shapes or dtypes, or damaged, and weight files beside the draft's
     that these engines (keys of TITLES) read. The map d2t is not among them if it is only missing
@@ -223,9 +227,6 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(map(shortened, names[:MOST_NAMES]))}{more} {'is' if len(names) == 1 else 'are'}"
 
 
-# -- vocabulary -------------------------------------------------------------------------------------------------------
-
-
 def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[Finding]:
     """What is wrong with the map between the vocabularies of draft and target."""
     config, d2t = draft.config, draft.tensors.get("d2t")
@@ -255,9 +256,9 @@ def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[
 
     in_order = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < V
     if not in_order or ((known or not d2t.any()) and not right(ids)):
-        cause = (
-            "it is not the vocabulary map of training" if in_order else "its ids are not ascending within the target's"
-        )
+        cause = "it is not the vocabulary map of training"
+        if not in_order:
+            cause = "its ids are not ascending within the target's"
         if not d2t.any():
             cause = "all of it is zero, so that draft ids are taken for target ids"
         elif right(d2t):
@@ -276,9 +277,6 @@ def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[
     return []
 
 
-# -- config -----------------------------------------------------------------------------------------------------------
-
-
 def layer_findings(
     draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
 ) -> tuple[list[Finding], list[str]]:
@@ -290,14 +288,13 @@ def layer_findings(
     except ValueError as e:
         return [Finding("layers", str(e), "engines refuse the draft", COPY)], []
     trained = tuple(record.layers) if record else ours
-    readers = {"fledge": ("fledge.aux_layers", ours, list(trained))}
-    readers |= {TITLES[e]: (PLACES[e], layers, to_engine(trained, e)) for e, layers in read.items() if layers}
+    readers = [("fledge", "fledge.aux_layers", list(trained), ours)]
+    readers += [(TITLES[e], PLACES[e], to_engine(trained, e), layers) for e, layers in read.items() if layers]
     wrong: dict[tuple[int, ...], list[tuple[str, str, list[int]]]] = {}
     notes = []
-    for name, (place, layers, wanted) in readers.items():
-        reader = (name, place, wanted)
+    for *reader, layers in readers:
         elsewhere = record is None and "fledge" not in draft.hf
-        if layers != trained and elsewhere and value_at(draft.hf, place) is None:
+        if layers != trained and elsewhere and value_at(draft.hf, reader[1]) is None:
             # whoever made the draft may not have meant this engine
             finding = _layer_finding([reader], layers, trained)
             notes.append(f"{finding.cause}. Before serving it there, {finding.cure}.")
@@ -311,16 +308,11 @@ def _layer_finding(
 ) -> Finding:  # fmt: skip
     """The finding for readers of the same layers `read`, which are not those of training. A reader has a name, the
     place of its list in config.json, and the list that should be there."""
-    distances = {a - b for a, b in zip(read, trained, strict=False)} if len(read) == len(trained) else set()
-    kind = ""
-    if distances in ({1}, {-1}):
-        kind = f": every layer is moved {'up' if distances == {1} else 'down'} by one, as where inputs and outputs of "
-        kind += "layers are confused (vLLM numbers inputs, SGLang outputs)"
     names = " and ".join(f"{name} ({place})" for name, place, _ in readers)
     names += " reads" if len(readers) == 1 else " read"
     return Finding(
         "layers",
-        f"{names} the hidden states {list(read)} in place of {list(trained)}{kind}",
+        f"{names} the hidden states {list(read)} in place of {list(trained)}",
         "the checkpoint loads without a message, and acceptance falls, often to that of chance",
         "set " + " and ".join(f"{place} to {wanted}" for _, place, wanted in readers),
     )
@@ -338,7 +330,7 @@ def config_findings(
         changed = [each for each in changed if each[0] != "own_embeddings"]
     for name, now, before in changed:
         cause = f"{'RoPE' if name == 'rope' else name} is {now} in {CONFIG}, and was {before} in training"
-        symptom = FIELD_SYMPTOMS.get(name, "the draft is computed otherwise than it was trained: acceptance falls")
+        symptom = "the draft is computed otherwise than it was trained: acceptance falls, often to that of chance"
         found.append(Finding("config", cause, symptom, f"set it back to {before}"))
     if record and not draft.speculators:
         found += _engine_findings(draft, record, {name for name, *_ in changed})
@@ -450,9 +442,6 @@ def rope_note(draft: DraftOnDisk, target: Target) -> str:
     return f"its RoPE has {now}, and the target's {other}; wrong unless it was trained so."
 
 
-# -- template ---------------------------------------------------------------------------------------------------------
-
-
 def template_findings(
     draft: DraftOnDisk, target: Target, record: ProbeRecord, renders: Mapping[str, Sequence[str]]
 ) -> tuple[list[Finding], list[str]]:
@@ -469,14 +458,10 @@ def template_findings(
         cure = "use the chat template of training with this draft, or train it on chats with the new one"
         shown = _first_difference(record.chats, renders["before"])
         return [Finding("template", f"the target's chat template is not that of training: {shown}", symptom, cure)], []
-    if kwargs != before.template_kwargs:
-        if list(renders["now"]) == record.chats:
-            return [], [f"template_kwargs are {kwargs}, and were {before.template_kwargs}; the chats are the same."]
+    if kwargs != before.template_kwargs and list(renders["now"]) != record.chats:
         shown = _first_difference(record.chats, renders["now"])
         cause = f"template_kwargs are {kwargs}, and were {before.template_kwargs} in training (thinking mode): {shown}"
         return [Finding("template", cause, symptom, f"set them to {before.template_kwargs}")], []
-    if not same_file:
-        return [], ["the chat template's text is not that of training, but it renders the recorded chats as before."]
     return [], []
 
 

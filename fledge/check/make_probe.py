@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from fledge.check.probe import (
     rounded_copy,
     spacings,
 )
+from fledge.check import probe
+from fledge.data.dataset import Rows
 from fledge.data.documents import Document
 from fledge.data.pack import Rows, make_row
 from fledge.drafts.draft import Draft
@@ -38,11 +40,6 @@ SHORT_PROMPT = 16  # a document with fewer tokens before its first supervised on
 FEWEST_DOCUMENTS = 256  # documents among which the one for the excerpt is chosen
 
 
-def nothing(draft: Draft, metrics: dict[str, Any]) -> Mapping[str, bytes]:
-    """No files."""
-    return {}
-
-
 def make_probe(
     recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, dtype: torch.dtype, ranks: Ranks,
     say: Callable[[str], None],
@@ -52,27 +49,25 @@ def make_probe(
     The probe's hidden states are computed, or read from the disk, now. They are those of one training document, and its
     prompts are the beginnings of others. Only rank 0 needs them, but the ranks of a sharded target compute together.
     """
-    if ranks.target_ranks:
-        if ranks.leads:
-            say("the draft is written without a probe for fledge check, as its ranks do not hold the target")
-        return nothing
-    if not ranks.leads and not prepared.target.sharded:
-        return nothing
+    if ranks.target_ranks and ranks.leads:
+        say("the draft is written without a probe for fledge check, as its ranks do not hold the target")
+    if ranks.target_ranks or not (ranks.leads or prepared.target.sharded):
+        return lambda draft, metrics: {}
     index = _document(rows)
     document = rows.documents[index]
-    start, end, steps = excerpt_range(document)
+    start, end, steps = probe.excerpt_range(document)
     length = len(document.tokens)
     features = prepared.source.features(make_row([document], length, sources=[index]))
     states_TAD = draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
-    excerpt = Excerpt(torch.from_numpy(document.tokens[:end]).long(), states_TAD, steps)
-    record = ProbeRecord(
+    excerpt = probe.Excerpt(torch.from_numpy(document.tokens[:end]).long(), states_TAD, steps)
+    record = probe.ProbeRecord(
         layers=list(prepared.layers),
         precision=_precision(recipe, prepared),
         steps=steps,
-        spacings=spacings(excerpt, prepared.max_length),
+        spacings=probe.spacings(excerpt, prepared.max_length),
         # of a target that vLLM runs, quantized weights are not loaded here
         target_sha256="" if recipe.served else target_fingerprint(prepared.target),
-        chats=render_chats(prepared.template),
+        chats=probe.render_chats(prepared.template),
     )
     measure = _decoder(recipe, prepared, rows.documents) if prepared.decodes else None
 
@@ -82,7 +77,7 @@ def make_probe(
             if not ranks.leads:
                 return {}
             known = replace(record, step=metrics["step"], eval_tau=metrics.get("eval_tau"), decoding=decoding)
-            return probe_files(draft, dtype, excerpt, known)
+            return probe.probe_files(draft, dtype, excerpt, known)
         except Exception as e:  # e.g. no memory is left; the draft must be saved all the same
             say(f"the draft is written without a probe for fledge check: {type(e).__name__}: {e}")
             return {}
@@ -91,15 +86,11 @@ def make_probe(
 
 
 def _document(rows: Rows) -> int:
-    """The index of the document for the excerpt: one of the first row's with the most tokens from its first supervised
-    one on, up to what an excerpt holds."""
+    """The index of the document for the excerpt: the first of the longest in the first row, up to what an excerpt
+    holds."""
+    longest = probe.SLOTS + 1 + probe.STEPS  # tokens of an excerpt
     indices = rows.epoch(0)[0][:FEWEST_DOCUMENTS]
-
-    def tokens(index: int) -> tuple[int, int]:
-        start, end, _ = excerpt_range(rows.documents[index])
-        return end - start, -index
-
-    return max(indices, key=tokens)
+    return max(indices, key=lambda i: (min(len(rows.documents[i].tokens), longest), -i))
 
 
 def _precision(recipe: Recipe, prepared: PreparedTarget) -> str:
@@ -112,36 +103,29 @@ def _precision(recipe: Recipe, prepared: PreparedTarget) -> str:
     return name if recipe.method.reads_layers else str(PRECISIONS[name].last).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    """Decodes some prompts with the draft as it is saved."""
-
-    prepared: PreparedTarget
-    prompts: list[list[int]]
-    new_tokens: int
-    depth: int
-
-    def __call__(self, draft: Draft, dtype: torch.dtype) -> ProbeDecoding:
-        target = self.prepared.target
-        if draft.dtype != dtype:
-            draft = rounded_copy(draft, dtype).to(target.device, target.dtype)
-        return decode(target, draft, self.prompts, self.new_tokens, self.depth)
-
-
-def _decoder(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document]) -> _Decoder | None:
-    """None if the target's context has no room."""
+def _decoder(
+    recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document]
+) -> Callable[[Draft, torch.dtype], probe.ProbeDecoding] | None:
+    """A function that decodes some prompts with a draft as it is saved in a dtype. None if the target's context has no
+    room."""
     target, depth = prepared.target, recipe.depth
     new_tokens = default_new_tokens(NEW_TOKENS, target.context)
-    room = min(CONTEXT, target.context - new_tokens - depth)
+    room = min(probe.CONTEXT, target.context - new_tokens - depth)
     if room < 1 or new_tokens < 2:
         return None
-    chosen = (documents[i] for i in spread(list(range(len(documents))), PROMPTS))
-    return _Decoder(prepared, [_prompt(document, room) for document in chosen], new_tokens, depth)
+    prompts = [_prompt(documents[i], room) for i in spread(list(range(len(documents))), PROMPTS)]
+
+    def decoded(draft: Draft, dtype: torch.dtype) -> probe.ProbeDecoding:
+        if draft.dtype != dtype:
+            draft = probe.rounded_copy(draft, dtype).to(target.device, target.dtype)
+        return probe.decode(target, draft, prompts, new_tokens, depth)
+
+    return decoded
 
 
 def _prompt(document: Document, longest: int) -> list[int]:
     """The tokens of a document before its first supervised one, or its first half if these are few."""
-    before = first_supervised(document)
+    before = probe.first_supervised(document)
     if before < SHORT_PROMPT:
         before = max(len(document.tokens) // 2, 1)
     return document.tokens[: min(before, longest)].tolist()

@@ -25,6 +25,7 @@ from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import build_draft, config_json
 from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative, read_json
+from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, first_line, integer, list_of, non_negative
 from fledge.io.hub import draft_directory
 from fledge.measure.metrics import committed_per_round
 from fledge.states.layout import PRECISIONS
@@ -174,9 +175,6 @@ class Probe:
     record: ProbeRecord
 
 
-# -- making -----------------------------------------------------------------------------------------------------------
-
-
 def excerpt_range(document: Document) -> tuple[int, int, int]:
     """The [start, end) tokens of a document of 3 tokens or more for an excerpt, and its number of steps. The window
     begins shortly before the first supervised token, if that is not too far from the document's start."""
@@ -227,9 +225,7 @@ def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: Prob
     """The files of a draft's probe, by their paths in its directory. `draft` is connected to its target and is saved in
     `dtype`. The config, the tensors and the versions of `record` are set here."""
     copy, config = rounded_copy(draft, dtype), draft.config
-    tokens = excerpt.token_N[excerpt.start :]
-    mask = [] if config.mask_token_id is None else [torch.tensor([config.mask_token_id])]
-    id_U = torch.cat([tokens, *mask]).unique()
+    id_U = _read_ids(excerpt, config)
     id_J = torch.linspace(0, config.draft_vocab_size - 1, min(IDS, config.draft_vocab_size)).round().long()
     rows = {"embedding": draft.embedding[id_U.to(draft.embedding.device)].detach().to("cpu", dtype)}
     if config.family.borrows_head:
@@ -249,6 +245,12 @@ def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: Prob
     return {TENSORS: save(tensors), RECORD: (text + "\n").encode()}
 
 
+def _read_ids(excerpt: Excerpt, config: DraftConfig) -> Tensor:
+    """The distinct tokens that a draft reads, ascending."""
+    mask = [] if config.mask_token_id is None else [torch.tensor([config.mask_token_id])]
+    return torch.cat([excerpt.token_N[excerpt.start :], *mask]).unique()
+
+
 def _versions() -> dict[str, str]:
     import safetensors
     import transformers
@@ -257,9 +259,6 @@ def _versions() -> dict[str, str]:
 
     known = {"fledge": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return known | {"transformers": transformers.__version__, "safetensors": safetensors.__version__}
-
-
-# -- replaying --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -317,9 +316,6 @@ def logits_error(found: Tensor, stored: Tensor) -> float:
     return float((found - stored).norm() / spread.norm().clamp_min(1e-30))
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 def probe_content(name: str | Path) -> dict[str, bytes]:
     """The content of a draft's probe files, by path, given its directory or hub id; empty if it has no probe."""
     directory = draft_directory(name)
@@ -338,8 +334,7 @@ def read_probe(directory: Path) -> Probe | None:
         record = _read_record(read_json(files[1]))
         return _assembled(load(files[0].read_bytes()), record)
     except Exception as e:  # safetensors, JSON and tensors of wrong shapes raise many types
-        why = next(iter(str(e).splitlines()), type(e).__name__)
-        raise ValueError(f"the probe in {directory / FOLDER} cannot be read ({why})") from e
+        raise ValueError(f"the probe in {directory / FOLDER} cannot be read ({first_line(e)})") from e
 
 
 def _read_record(content: Any) -> ProbeRecord:
@@ -365,8 +360,7 @@ def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
     config = record.draft_config
     token_N, id_J = tensors["tokens"].long(), tensors["draft_ids"].long()
     excerpt = Excerpt(token_N, tensors["states"], record.steps)
-    mask = [] if config.mask_token_id is None else [torch.tensor([config.mask_token_id])]
-    id_U = torch.cat([token_N[excerpt.start :], *mask]).unique()
+    id_U = _read_ids(excerpt, config)
     probe = Probe(excerpt, id_U, tensors["embedding"], id_J, tensors.get("head"), tensors["logits"].float(), record)
     A = len(record.layers) if config.family.reads_layers else 1
     wanted = {
@@ -380,9 +374,6 @@ def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
     if excerpt.start < 0 or int(id_J.max()) >= config.draft_vocab_size or int(id_J.min()) < 0:
         raise ValueError("its tokens do not fit its config")
     return probe
-
-
-# -- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def decode(

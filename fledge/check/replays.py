@@ -31,51 +31,36 @@ FALLS = "acceptance falls, mostly to chance"
 CORRECT = "correct config.json accordingly"
 
 
-# -- the target -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FeatureMatch:
-    """How well the target's hidden states fit the A stored ones.
+    """The relative `errors` of the target's hidden states, which are named by `names`, from the stored ones, and the
+    largest error of equal states."""
 
-    `errors` are the relative errors of the states that the stored ones should be, which are named by `expected`.
-    `nearest` are the names of the target's states that are nearest to the stored ones, with `nearest_errors`.
-    `tolerance` is the largest error of equal states.
-    """
-
+    names: list[int | str]
     errors: list[float]
-    expected: list[int | str]
-    nearest: list[int | str]
-    nearest_errors: list[float]
     tolerance: float
 
 
 @torch.no_grad()
 def match_features(probe: Probe, target: TrainingTarget) -> FeatureMatch:
-    """Compares the target's hidden states at all layers with the probe's. Raises ValueError if the target has not the
-    probe's tokens, layers or width."""
-    excerpt, layers = probe.excerpt, list(range(target.num_layers + 1))
+    """Compares the target's hidden states with the probe's. Raises ValueError if the target has not the probe's tokens,
+    layers or width."""
+    excerpt, layers = probe.excerpt, probe.record.layers
     vocabulary, width = target.embedding.shape
     if width != excerpt.states_TAD.shape[2] or int(excerpt.token_N.max()) >= vocabulary:
         raise ValueError("the target has another hidden size or a smaller vocabulary than that of training")
-    if max(probe.record.layers, default=0) > target.num_layers:
+    if max(layers, default=0) > target.num_layers:
         raise ValueError(f"the target has {target.num_layers} layers, fewer than that of training")
     tokens = excerpt.token_N.int().numpy()
-    row = make_row([Document(tokens, np.full_like(tokens, -1))], len(tokens))
-    features = target.features(row, layers)
-    states = torch.cat([features.aux_TAD, features.last_TD[:, None]], dim=1)[excerpt.start :].float().cpu()
+    features = target.features(make_row([Document(tokens, np.full_like(tokens, -1))], len(tokens)), layers)
+    reads_layers = probe.record.draft_config.family.reads_layers
+    states = features.aux_TAD if reads_layers else features.last_TD[:, None]
     stored = excerpt.states_TAD.float()
-    distance_TLA = torch.cdist(states, stored, compute_mode="donot_use_mm_for_euclid_dist")
-    error_LA = (distance_TLA / stored.norm(dim=-1)[:, None].clamp_min(1e-30)).median(0).values
-    names = [*layers, FINAL]
+    error_TA = (states[excerpt.start :].float().cpu() - stored).norm(dim=-1) / stored.norm(dim=-1).clamp_min(1e-30)
     precision, dtype = probe.record.precision, str(target.dtype).removeprefix("torch.")
     exact = precision in WIDE and dtype in WIDE
     tolerance = FP8 if precision == "fp8" else EXACT if exact else HALF
-    expected = list(probe.record.layers) if probe.record.draft_config.family.reads_layers else [FINAL]
-    errors = [float(error_LA[names.index(name), a]) for a, name in enumerate(expected)]
-    least_A = error_LA.min(0)
-    nearest = [names[i] for i in least_A.indices.tolist()]
-    return FeatureMatch(errors, expected, nearest, least_A.values.tolist(), tolerance)
+    return FeatureMatch(list(layers) if reads_layers else [FINAL], error_TA.median(0).values.tolist(), tolerance)
 
 
 def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple[list[Finding], list[str]]:
@@ -89,21 +74,10 @@ def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple
             f"some of the target's weights are not those of training, but its hidden states differ by only {shown}: it "
             "was quantized, trained further, or is loaded in a dtype that rounds it. Acceptance may be lower."
         ]
-    if max(match.nearest_errors) <= match.tolerance:
-        return [
-            Finding(
-                "target", f"the hidden states that the draft was trained on are {match.nearest} of this target, and "
-                f"config.json calls them {match.expected}",
-                "the draft reads other layers than it was trained on, and acceptance falls, often to that of chance",
-                f"list {match.nearest} as its layers, or train on hidden states captured by fledge's numbering",
-            )
-        ], []  # fmt: skip
-    cause = f"the target's hidden states {match.expected} differ from those of training by {shown}"
+    cause = f"the target's hidden states {match.names} differ from those of training by {shown}"
     symptom = "the draft reads states that it does not know: acceptance falls, to chance with another model"
-    return [Finding("target", cause, symptom, "serve the weights that it was trained for, or train it for these")], []
-
-
-# -- the draft --------------------------------------------------------------------------------------------------------
+    cure = "serve the weights that it was trained for, or train it on hidden states that fledge captures of these"
+    return [Finding("target", cause, symptom, cure)], []
 
 
 def replay_error(config: DraftConfig, tensors: Mapping[str, Tensor], probe: Probe) -> float:
@@ -139,7 +113,7 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
         changed = [n for n in changed if n in draft.tensors and str(draft.tensors[n].dtype) == f"torch.{dtype}"]
         if not changed or explained:
             return [], [], error
-        return [], [f"{_changed(changed, {}, len(record.tensors))}, though the logits are."], error
+        return [], [f"{_changed(changed, {})}, though the logits are."], error
     if error > SAME:
         trained = replace(record.draft_config, provenance=config.provenance)
         if trained != config and replay_error(trained, draft.tensors, probe) <= SAME:
@@ -152,29 +126,22 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
         if explained:
             return [], [f"the draft's logits differ from those of training ({_percent(error)})."], error
     symptom = f"its logits are not those of training (they differ by {_percent(error)}): {FALLS}"
-    return [Finding("weights", _changed(changed, written_as, len(record.tensors)), symptom, COPY)], [], error
+    return [Finding("weights", _changed(changed, written_as), symptom, COPY)], [], error
 
 
 def _percent(error: float) -> str:
     return f"{error:.2%}" if error < 0.01 else f"{error:.0%}" if error < 10 else "beyond all measure"
 
 
-def _changed(changed: Sequence[str], written_as: dict[str, str], count: int) -> str:
-    if len(written_as) == 2 and sorted(written_as) == sorted(written_as.values()):
-        return f"{' and '.join(written_as)} are swapped"
+def _changed(changed: Sequence[str], written_as: dict[str, str]) -> str:
     moved = [f"{name} is what training wrote as {other}" for name, other in written_as.items()]
     if moved:
         return "; ".join(moved)
     if not changed:
         return "the weights are those of training, but the draft computes something else with them"
-    if len(changed) > count / 2:
-        return "most of the weights are not those that training wrote: they are of another draft or another step"
     names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
     kind = "of another step or draft, or changed by a conversion"
     return f"{names} {'is' if len(changed) == 1 else 'are'} not what training wrote: {kind}"
-
-
-# -- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def decoding_findings(

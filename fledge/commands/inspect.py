@@ -26,8 +26,8 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     """Prints a description and any problems. Returns whether there are none. Raises ValueError if there is no draft."""
     from fledge.check.draft_files import DraftOnDisk, norm_output_note, read_files, vocabulary_findings
     from fledge.drafts.weights import check_draft, open_draft, read_draft_config
-    from fledge.engines.describe import describe, describe_files, trainer_notes
     from fledge.io.tensors import stray_symptom
+    from fledge.publish.card import describe, describe_files, trainer_notes
 
     if options.trust_remote_code and not options.target:
         raise ValueError(
@@ -70,7 +70,7 @@ def _against_target(
 ) -> tuple[list[str], list[str]]:
     """Problems and notes about a draft with its target. Problems say why it does not fit; either list may be empty."""
     from fledge.check.draft_files import DraftOnDisk, layer_findings
-    from fledge.engines.layers import PLACES
+    from fledge.engines.support import PLACES
     from fledge.targets.compatibility import mismatch
     from fledge.targets.loading import load_target
 

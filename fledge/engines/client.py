@@ -78,9 +78,9 @@ class Decoding:
         return standard | {name: own[name] for name in given if given[name]}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
-    """A server's answer.
+    """A server's answer, whose parts are added as they arrive.
 
     `finish` is "stop", "length" or "tool_calls". `prompt_tokens` and `tokens` are the server's counts of the prompt and
     of the answer; None if it does not say. `prompt_ids` and `token_ids` are the tokens of the prompt and of the answer,
@@ -88,13 +88,13 @@ class Answer:
     (`time.perf_counter`) of the request, of its first token and of its end; without streaming, `first` is the end too.
     """
 
-    text: str
-    reasoning: str
-    finish: str
-    prompt_tokens: int | None
-    tokens: int | None
-    prompt_ids: list[int] | None
-    token_ids: list[int] | None
+    text: str = ""
+    reasoning: str = ""
+    finish: str | None = None
+    prompt_tokens: int | None = None
+    tokens: int | None = None
+    prompt_ids: list[int] | None = None
+    token_ids: list[int] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0
     first: float = 0.0
@@ -112,21 +112,6 @@ class Answer:
         return (
             f"token {at + 1} of {len(ids)} is {self.prompt_ids[at]} on the server, {ids[at]} by the target's template"
         )
-
-
-@dataclass
-class _Parts:
-    """The parts of an answer, as they arrive."""
-
-    started: float
-    text: str = ""
-    reasoning: str = ""
-    finish: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    prompt_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
-    first: float = 0.0
 
     def add(self, choice: dict[str, Any]) -> None:
         """Adds a choice of a response, or of a streamed chunk, and notes the time of the first content."""
@@ -146,11 +131,14 @@ class _Parts:
         if not self.first and (text or reasoning or ids):
             self.first = time.perf_counter()
 
-    def answer(self) -> Answer:
-        """The answer. Raises `Passing` if it has no end, and TypeError for values of other types, or out of the range,
-        of those of an answer."""
-        counts = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
-        counts = [n for n in counts if n is not None]
+    def count(self, usage: dict[str, Any]) -> None:
+        """Reads the server's counts of tokens."""
+        self.prompt_tokens, self.tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+
+    def ended(self) -> Answer:
+        """The whole answer. Raises `Passing` if it has no end, and TypeError for values of other types, or out of the
+        range, of those of an answer."""
+        counts = [n for n in (self.prompt_tokens, self.tokens) if n is not None]
         if not all(map(is_count, (*counts, *(self.token_ids or ()), *(self.prompt_ids or ())))):
             raise TypeError("counts and token ids are integers")
         if not (isinstance(self.meta, dict) and isinstance(self.finish, str | None)):
@@ -158,12 +146,10 @@ class _Parts:
         if self.finish not in FINISHED:
             ended = f"an answer ended with {shortened(repr(self.finish))}"
             raise Passing(ended if self.finish else "an answer broke off")
-        last = time.perf_counter()
-        return Answer(
-            _paired(self.text), _paired(self.reasoning), FINISHED[self.finish], self.usage.get("prompt_tokens"),
-            self.usage.get("completion_tokens"), self.prompt_ids, self.token_ids, self.meta, self.started,
-            self.first or last, last,
-        )  # fmt: skip
+        self.text, self.reasoning, self.finish = _paired(self.text), _paired(self.reasoning), FINISHED[self.finish]
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        return self
 
 
 class Client(Http):
@@ -203,8 +189,6 @@ class Client(Http):
         version = found.get("version") if isinstance(found, dict) else None
         return shortened(version) if isinstance(version, str) else None
 
-    # -- answers ------------------------------------------------------------------------------------------------
-
     async def ask(
         self, prompt: Prompt, decoding: Decoding, *, tools: list[Any] | None = None, seed: int | None = None,
         stream: bool = False, token_ids: bool = False,
@@ -213,7 +197,7 @@ class Client(Http):
 
         Raises as `Http.post`.
         """
-        server = self._connected()
+        server = self.server
         chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
         body = {"model": server.model, "messages" if chat else "prompt": prompt, "max_tokens": decoding.max_new_tokens}
         body |= decoding.fields(server.engine)
@@ -240,44 +224,38 @@ class Client(Http):
         body = {"input_ids": ids, "sampling_params": parameters, "stream": True}
         return await self.post("/generate", body, _read_sglang)
 
-    def _connected(self) -> Server:
-        assert self.server is not None, "connect first"
-        return self.server
-
-
-# -- responses ----------------------------------------------------------------------------------------------------
-
 
 async def _read_openai(stream: bool, started: float, response: httpx2.Response) -> Answer:
-    parts = _Parts(started)
+    answer = Answer(started=started)
     async for chunk in json_objects(response, stream):
-        parts.usage = chunk.get("usage") or parts.usage
-        parts.prompt_ids = chunk.get("prompt_token_ids") or parts.prompt_ids  # of /v1/chat/completions
+        if usage := chunk.get("usage"):
+            answer.count(usage)
+        answer.prompt_ids = chunk.get("prompt_token_ids") or answer.prompt_ids  # of /v1/chat/completions
         for choice in chunk.get("choices") or ():
-            parts.add(choice)
-    return parts.answer()
+            answer.add(choice)
+    return answer.ended()
 
 
 async def _read_sglang(started: float, response: httpx2.Response) -> Answer:
     """Reads the chunks of /generate, each with the text and ids so far or, if the server is set so, the new ones."""
-    parts = _Parts(started)
+    answer = Answer(started=started)
     text, ids, number = "", [], 0
     joined, joined_ids = "", []
     async for chunk in json_objects(response, stream=True):
-        meta = parts.meta = chunk.get("meta_info") or parts.meta
+        meta = answer.meta = chunk.get("meta_info") or answer.meta
         text, ids, number = chunk.get("text") or "", list(chunk.get("output_ids") or ()), number + 1
         if len(joined) <= MOST_BYTES and len(joined_ids) <= MOST_TOKENS:  # more is of chunks with all so far
             joined, joined_ids = joined + text, joined_ids + ids
-        if not parts.first and (ids or text):
-            parts.first = time.perf_counter()
+        if not answer.first and (ids or text):
+            answer.first = time.perf_counter()
         finish = meta.get("finish_reason")
-        parts.finish = finish.get("type") if isinstance(finish, dict) else finish
-    parts.usage, total = parts.meta, parts.meta.get("completion_tokens")
-    cumulative = number == 1 or len(ids) == total
-    parts.text = text if cumulative else joined
+        answer.finish = finish.get("type") if isinstance(finish, dict) else finish
+    answer.count(answer.meta)
+    cumulative = number == 1 or len(ids) == answer.tokens
+    answer.text = text if cumulative else joined
     ids = ids if cumulative else joined_ids
-    parts.token_ids = ids if len(ids) == total else None
-    return parts.answer()
+    answer.token_ids = ids if len(ids) == answer.tokens else None
+    return answer.ended()
 
 
 def _paired(text: str) -> str:

@@ -41,8 +41,8 @@ def trained_depth(config: DraftConfig) -> int:
 def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) -> list[str]:
     """The words of the command that starts an engine's server with a draft, followed by `arguments`.
 
-    Raises ValueError for an unknown engine, for a tree that the engine does not draft, and for arguments that say
-    again which model is served or what is drafted.
+    Raises ValueError for a tree that the engine does not draft, and for arguments that say again which model is served
+    or what is drafted.
     """
     command = engine_command(engine, serving)
     fixed = {word for word in command if word.startswith("--")} - SWITCHES | {*NAMES_OF_TARGET[engine]}
@@ -65,8 +65,6 @@ def _replaces(word: str, flags: Collection[str]) -> bool:
 
 def engine_command(engine: str, serving: Serving) -> list[str]:
     """The words of `serve_command`, with the program as it is called where the engine is installed."""
-    if engine not in ENGINES:
-        raise ValueError(f"engine {engine!r} is neither of {', '.join(ENGINES)}")
     return [*PROGRAMS[engine], *(_vllm if engine == "vllm" else _sglang)(serving)]
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fledge.config import DraftConfig, RopeConfig
 from fledge.drafts.weights import DraftFiles, dtype_name, encode_files, portable_tensors
+from fledge.engines.command import trained_depth
 from fledge.engines.support import unsupported
 from fledge.io.fields import CONFIG as FLAT_FIELDS
 from fledge.io.fields import shortened
 from fledge.io.formats import REFUSED_FIELDS, is_speculators, speculators_config, to_engine
 from fledge.io.tensors import WEIGHTS, stray_readers
 
-TOKENS = 5  # drafted tokens of a draft whose trained depth is unknown; the default of speculators
 Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, and the tensors
 # Fields that no engine reads of a draft, or that are compared in another way
 NOT_COMPARED = {
@@ -90,9 +90,6 @@ def _recorded(draft: DraftFiles) -> TargetName:
     return TargetName(draft.config.provenance.target or "unknown")
 
 
-# -- layouts --------------------------------------------------------------------------------------------------------
-
-
 def _portable(draft: DraftFiles, target: TargetName | None) -> Files:
     return _flat(draft), portable_tensors(draft.config, draft.tensors)
 
@@ -123,7 +120,7 @@ def _speculators(draft: DraftFiles, target: TargetName | None) -> Files:
     if config.aux_layers:
         flat["eagle_aux_hidden_state_layer_ids"] = to_engine(config.aux_layers, "speculators")
     hf = speculators_config(
-        flat, config.method, tokens=config.provenance.depth or TOKENS, target=target.name,
+        flat, config.method, tokens=trained_depth(config), target=target.name,
         target_architectures=list(target.architectures), own_embeddings=config.own_embeddings,
     )  # fmt: skip
     return hf, _speculators_tensors(config, draft.tensors)
@@ -146,9 +143,6 @@ LAYOUTS: dict[str, Callable[[DraftFiles, TargetName | None], Files]] = {
 
 def _flat(draft: DraftFiles) -> dict[str, Any]:
     return draft.config.to_hf(dtype_name(draft.tensors["fc.weight"].dtype))
-
-
-# -- comparison -----------------------------------------------------------------------------------------------------
 
 
 def _differences(

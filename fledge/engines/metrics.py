@@ -114,8 +114,9 @@ class Samples:
                 counts[k] = counts.get(k, 0.0) + value
 
     def get(self, *names: str) -> float | None:
-        """The sum of the series of the first of these names that is there."""
-        return next((self._values[name] for name in names if name in self._values), None)
+        """The sum of the series of several names; None if there is none."""
+        known = [self._values[name] for name in names if name in self._values]
+        return sum(known) if known else None
 
     def by_position(self, name: str) -> tuple[float, ...]:
         """The values of a series by its label `position`, from 0 on."""
@@ -126,18 +127,16 @@ class Samples:
 def vllm_counters(text: str) -> Counters:
     """The counters in vLLM's /metrics."""
     samples = Samples(text)
-    rounds, accepted = samples.get("vllm:spec_decode_num_drafts_total"), samples.get(
-        "vllm:spec_decode_num_accepted_tokens_total"
-    )  # fmt: skip
+    rounds = samples.get("vllm:spec_decode_num_drafts_total")
+    accepted = samples.get("vllm:spec_decode_num_accepted_tokens_total")
     acceptance = None
     if rounds is not None and accepted is not None:
         acceptance = Acceptance(
             rounds, accepted, samples.get("vllm:spec_decode_num_draft_tokens_total"),
             samples.by_position("vllm:spec_decode_num_accepted_tokens_per_pos_total"), "vLLM's counters in /metrics",
         )  # fmt: skip
-    running = [samples.get("vllm:num_requests_running"), samples.get("vllm:num_requests_waiting")]
-    known = [n for n in running if n is not None]
-    return Counters(acceptance, samples.get("vllm:generation_tokens_total"), None, sum(known) if known else None)
+    running = samples.get("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return Counters(acceptance, samples.get("vllm:generation_tokens_total"), None, running)
 
 
 def sglang_counters(text: str) -> Counters:
@@ -152,9 +151,8 @@ def sglang_counters(text: str) -> Counters:
     acceptance = None
     if rounds is not None and tokens is not None and requests is not None:
         acceptance = Acceptance(rounds, tokens - requests - rounds, None, (), "SGLang's counters in /metrics")
-    running = [samples.get("sglang:num_running_reqs"), samples.get("sglang:num_queue_reqs")]
-    known = [n for n in running if n is not None]
-    return Counters(acceptance, tokens, requests, sum(known) if known else None)
+    running = samples.get("sglang:num_running_reqs", "sglang:num_queue_reqs")
+    return Counters(acceptance, tokens, requests, running)
 
 
 def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
@@ -208,7 +206,8 @@ def _is_count(value: Any) -> bool:
 def since_start(info: Any) -> float | None:
     """The mean accepted length that SGLang's /server_info gives, over everything since its start; None if it gives
     none."""
-    states = info.get("internal_states") if isinstance(info, dict) else None
-    first = states[0] if isinstance(states, list) and states else None
-    value = first.get("avg_spec_accept_length") if isinstance(first, dict) else None
+    try:
+        value = info["internal_states"][0]["avg_spec_accept_length"]
+    except (KeyError, IndexError, TypeError):
+        return None
     return float(value) if _is_count(value) and value > 0 else None

@@ -1,4 +1,4 @@
-"""Which drafts an engine can serve, as tables of properties of a draft.
+"""Which drafts an engine can serve, as tables of properties of a draft, and which of the target's layers it reads.
 
 The facts come from reading and running the engines' own loading code, in the versions of `CHECKED`. An engine that
 loads a draft but computes something else with it does not support that draft.
@@ -6,11 +6,14 @@ loads a draft but computes something else with it does not support that draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fledge.config import DraftConfig, engine_layers
 from fledge.io.formats import CLASSES
+from fledge.io.layer_ids import from_engine
+from fledge.io.speculators import CLASSES
 
 ENGINES = ("vllm", "sglang", "safeailab", "speculators")
 SERVERS = ("vllm", "sglang")  # those that serve drafts as they are
@@ -22,24 +25,9 @@ CHECKED = {
     "speculators": "commit c05b95b, read by vLLM 0.26.0 and 0.33.0",
 }
 ALL = ENGINES
+LIST = "eagle_aux_hidden_state_layer_ids"
+PLACES = {"vllm": LIST, "sglang": f"eagle_config.{LIST}"}  # where an engine looks for its list
 Property = Callable[[DraftConfig], bool]
-
-# what a draft does if a field of its config.json is not the one it was trained with
-FIELD_SYMPTOMS = {
-    "rope": "positions are turned by other angles than in training: acceptance falls, the more the longer the text",
-    "norm_output": "the state fed back to the next step is not the one of training: the first drafted token is "
-    "accepted as before, and those after it hardly",
-    "fc_norm": "the hidden states are not normalized as in training: acceptance is near that of chance",
-    "norm_before_fc": "the hidden states are not normalized as in training: acceptance is near that of chance",
-    "norm_before_residual": "the residual stream starts from another state than in training: acceptance falls",
-    "rms_norm_eps": "every norm is a little off: acceptance falls slightly",
-    "mask_token_id": "another embedding stands for unknown tokens: only the first drafted token is accepted as before",
-    "num_attention_heads": "queries are split into other heads than in training: acceptance of a few percent",
-    "num_key_value_heads": "keys are split into other heads than in training: acceptance of a few percent",
-    "head_dim": "heads have another size than in training: acceptance of a few percent",
-    "own_embeddings": "tokens are read through other embeddings than in training: acceptance of a few percent",
-    "method": "the draft is computed by another method than it was trained with",
-}
 
 
 @dataclass(frozen=True)
@@ -49,24 +37,6 @@ class Limit:
     engines: tuple[str, ...]
     applies: Property
     reason: str
-
-
-@dataclass(frozen=True)
-class Remark:
-    """What an engine that supports drafts with a property needs of their target; a clause after the engine's title."""
-
-    engine: str
-    applies: Property
-    text: str
-
-
-@dataclass(frozen=True)
-class Since:
-    """A property of drafts that an engine supports from a version on."""
-
-    engine: str
-    applies: Property
-    version: tuple[int, ...]
 
 
 def _eagle3(config: DraftConfig) -> bool:
@@ -170,17 +140,18 @@ LIMITS = (
     ),
 )
 
-SINCE = (
-    Since("vllm", lambda c: c.fc_norm or c.norm_output, (0, 22)),
-    Since("vllm", lambda c: c.qk_norm, (0, 24)),
-    Since("speculators", lambda c: c.fc_norm or c.norm_output, (0, 25)),
-    Since("speculators", lambda c: c.qk_norm, (0, 26)),
-    Since("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
+# properties of drafts that an engine supports from a version on
+SINCE: tuple[tuple[str, Property, tuple[int, ...]], ...] = (
+    ("vllm", lambda c: c.fc_norm or c.norm_output, (0, 22)),
+    ("vllm", lambda c: c.qk_norm, (0, 24)),
+    ("speculators", lambda c: c.fc_norm or c.norm_output, (0, 25)),
+    ("speculators", lambda c: c.qk_norm, (0, 26)),
+    ("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
 )
-
-REMARKS = (
-    Remark("safeailab", _eagle3, "has EAGLE-3 for targets of Llama's and Qwen3's architecture only"),
-    Remark(
+# what an engine that supports drafts with a property needs of their target; a clause after the engine's title
+REMARKS: tuple[tuple[str, Property, str], ...] = (
+    ("safeailab", _eagle3, "has EAGLE-3 for targets of Llama's and Qwen3's architecture only"),
+    (
         "safeailab",
         lambda c: not c.own_embeddings and c.hidden_size == c.target_hidden_size,
         "finds the target's embedding through model.safetensors.index.json, and fails with a target whose weights are "
@@ -193,10 +164,9 @@ def unsupported(config: DraftConfig, engine: str) -> str | None:
     """Why an engine cannot serve such a draft as it was trained, and which one can, in one sentence without its full
     stop; None if it can.
 
-    `engine` is one of ENGINES; "speculators" stands for vLLM with a draft in speculators' format. Raises ValueError for
-    another name.
+    `engine` is one of ENGINES; "speculators" stands for vLLM with a draft in speculators' format.
     """
-    reasons = _reasons(config, _known(engine))
+    reasons = _reasons(config, engine)
     if not reasons:
         return None
     why = f"this draft: {'; '.join(reasons)}"
@@ -209,7 +179,7 @@ def unsupported(config: DraftConfig, engine: str) -> str | None:
 
 def remarks(config: DraftConfig, engine: str) -> list[str]:
     """What an engine that can serve such a draft needs of its target, in sentences without their full stop."""
-    return [f"{TITLES[engine]} {r.text}" for r in REMARKS if r.engine == _known(engine) and r.applies(config)]
+    return [f"{TITLES[engine]} {text}" for name, applies, text in REMARKS if name == engine and applies(config)]
 
 
 def _reasons(config: DraftConfig, engine: str) -> list[str]:
@@ -217,15 +187,27 @@ def _reasons(config: DraftConfig, engine: str) -> list[str]:
 
 
 def minimum_version(config: DraftConfig, engine: str) -> str | None:
-    """The lowest version of an engine that supports such a draft, e.g. "0.22"; None if no lower limit is known.
-
-    For "speculators" it is vLLM's version. Raises ValueError for an unknown engine.
-    """
-    versions = [s.version for s in SINCE if s.engine == _known(engine) and s.applies(config)]
+    """The lowest version of an engine that supports such a draft, e.g. "0.22", for "speculators" of vLLM; None if no
+    lower limit is known."""
+    versions = [version for name, applies, version in SINCE if name == engine and applies(config)]
     return ".".join(map(str, max(versions))) if versions else None
 
 
-def _known(engine: str) -> str:
-    if engine not in ENGINES:
-        raise ValueError(f"engine {engine!r} is none of {', '.join(ENGINES)}")
-    return engine
+def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple[int, ...] | None:
+    """The ids of hidden states (0: the embedding) that an engine of PLACES reads: those of its own list, else its
+    default ones; ascending, as engines join them. None if it has no list, and the target too few layers for the
+    default. Raises ValueError for a list that is not one of integers."""
+    listed = value_at(hf, PLACES[engine])
+    if listed is None:
+        return engine_layers(target_layers)
+    if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        raise ValueError(f"{PLACES[engine]} is not a list of integers")
+    return tuple(sorted(set(from_engine(listed, engine))))
+
+
+def value_at(hf: Mapping[str, Any], place: str) -> Any:
+    """The value at a place in a config.json, whose parts are joined by dots; None without it."""
+    value: Any = hf
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

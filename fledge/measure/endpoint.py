@@ -8,21 +8,14 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import history_message
 from fledge.data.chat_fields import as_sent
 from fledge.engines.client import Answer, Client, Decoding, Prompt, run_together
-from fledge.engines.metrics import (
-    Acceptance,
-    Counters,
-    of_requests,
-    sglang_counters,
-    since_start,
-    vllm_counters,
-)
+from fledge.engines.metrics import Acceptance, Counters, of_requests, sglang_counters, since_start, vllm_counters
 from fledge.io.http import BadRequest, ServerProblem
 from fledge.measure import metrics
 from fledge.measure.prompts import EvalPrompt, conversation
@@ -51,6 +44,11 @@ class Asked:
     ids: list[int] | None
     answer: Answer
     message: dict[str, Any]
+
+    @property
+    def mismatch(self) -> str:
+        """How the server's prompt differs from that of the target's template; empty if it does not."""
+        return "" if self.ids is None else self.answer.prompt_difference(self.ids)
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,6 @@ def _spread(seconds: list[float]) -> dict[str, float] | None:
     return {"median": 1e3 * statistics.median(ordered), "p90": 1e3 * ordered[int(0.9 * (len(ordered) - 1))]}
 
 
-# -- measuring ----------------------------------------------------------------------------------------------------
-
-
 async def measure(
     client: Client,
     prompts: Sequence[EvalPrompt],
@@ -140,8 +135,9 @@ async def measure(
     that the server refuses, if the server has other requests meanwhile, and without `drafts` if the server drafts.
     """
     asking = _Asking(client, decoding, template, seed)
-    warm_up = _Asking(client, _shorter(decoding), template, seed)
-    await asyncio.gather(*(warm_up.first(p) for p in prompts[:concurrency]))
+    short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
+    warm_up = _Asking(client, short, template, seed)
+    await asyncio.gather(*(warm_up.ask(p, []) for p in prompts[:concurrency]))
     mismatched = await asking.check_template(prompts)
     before = await settled_counters(client, None)
     if before.running:
@@ -153,7 +149,16 @@ async def measure(
     asked: list[list[Asked]] = [[] for _ in prompts]
     remaining = iter(range(len(prompts)))
     start = time.perf_counter()
-    await run_together(_work(asking, prompts, remaining, asked, histories, advance) for _ in range(concurrency))
+
+    async def work() -> None:
+        for i in remaining:
+            said: list[dict[str, Any]] = []
+            for turn in range(prompts[i].answers):
+                asked[i].append(await asking.ask(prompts[i], said))
+                said.append(histories[i][turn] if histories else asked[i][-1].message)
+                advance()
+
+    await run_together(work() for _ in range(concurrency))
     seconds = time.perf_counter() - start
     answers = [a.answer for of_prompt in asked for a in of_prompt]
     tokens = _tokens(answers)
@@ -167,29 +172,9 @@ async def measure(
     mean = await _since_start(client) if acceptance is None else None
     if not drafts:
         check_plain(client.root, acceptance, mean)
-    mismatched += [text for of_prompt in asked for a in of_prompt if (text := asking.mismatch(a))]
+    mismatched += [a.mismatch for of_prompt in asked for a in of_prompt if a.mismatch]
     note = "" if acceptance else _why_unknown(client, spent, asking.by_ids)
     return Measurement(asked, seconds, concurrency, acceptance, mean, note, mismatched)
-
-
-def _shorter(decoding: Decoding) -> Decoding:
-    return Decoding(**asdict(decoding) | {"max_new_tokens": min(WARM_UP_TOKENS, decoding.max_new_tokens)})
-
-
-async def _work(
-    asking: _Asking,
-    prompts: Sequence[EvalPrompt],
-    remaining: Iterator[int],
-    asked: list[list[Asked]],
-    histories: Sequence[Sequence[dict[str, Any]]] | None,
-    advance: Callable[[], None],
-) -> None:
-    for i in remaining:
-        answers: list[dict[str, Any]] = []
-        for turn in range(prompts[i].answers):
-            asked[i].append(await asking.ask(prompts[i], answers))
-            answers.append(histories[i][turn] if histories else asked[i][-1].message)
-            advance()
 
 
 class _Asking:
@@ -199,25 +184,22 @@ class _Asking:
         self.client, self.decoding, self.template, self.seed = client, decoding, template, seed
         self.by_ids = client.server.engine == "sglang" and template is not None
 
-    async def first(self, prompt: EvalPrompt) -> Asked:
-        """The answer to a prompt's first turn."""
-        return await self.ask(prompt, [])
-
     async def ask(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Asked:
         """The answer to a prompt's next turn, after these answers."""
         said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         template = self.template and self.template.of(prompt.template_kwargs)
         ids = None if template is None else template.prompt_ids(said, tools=prompt.tools, where=where)
         sent = said if isinstance(said, str) else [as_sent(message) for message in said]
-        sent = ids if ids is not None and isinstance(said, str) else sent
-        decoding = self.decoding.of(prompt.template_kwargs)
+        if ids is not None and (self.by_ids or isinstance(said, str)):
+            sent = ids
         try:
             if self.by_ids:
-                sent, answer = ids, await self.client.generate(ids, self.decoding, seed=self.seed)
-                return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
-            answer = await self.client.ask(
-                sent, decoding, tools=prompt.tools, seed=self.seed, stream=True, token_ids=True
-            )
+                answer = await self.client.generate(ids, self.decoding, seed=self.seed)
+            else:
+                answer = await self.client.ask(
+                    sent, self.decoding.of(prompt.template_kwargs), tools=prompt.tools, seed=self.seed, stream=True,
+                    token_ids=True,
+                )  # fmt: skip
         except BadRequest as e:
             raise ValueError(f"{where}: {e}") from e
         return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
@@ -238,14 +220,9 @@ class _Asking:
         chat = next((p for p in prompts if p.text is None), None)
         if not self.by_ids or chat is None:
             return []
-        asking = _Asking(self.client, Decoding(**asdict(self.decoding) | {"max_new_tokens": 1}), self.template, None)
+        asking = _Asking(self.client, replace(self.decoding, max_new_tokens=1), self.template, None)
         asking.by_ids = False
-        found = asking.mismatch(await asking.first(chat))
-        return [found] if found else []
-
-    def mismatch(self, asked: Asked) -> str:
-        """How the server's prompt differs from that of the target's template; empty if it does not."""
-        return "" if asked.ids is None else asked.answer.prompt_difference(asked.ids)
+        return list(filter(None, [(await asking.ask(chat, [])).mismatch]))
 
 
 async def settled_counters(client: Client, expected: float | None) -> Counters:
@@ -306,34 +283,25 @@ async def _since_start(client: Client) -> float | None:
 
 def _why_unknown(client: Client, spent: Counters, by_ids: bool) -> str:
     """Why there are no figures of acceptance. `by_ids` tells whether SGLang was asked by token ids."""
-    if client.server.engine == "vllm" and spent.tokens is None:
-        return "vLLM's /metrics has no counters; start it without --disable-log-stats"
-    if client.server.engine == "vllm":
-        return "vLLM counted no drafts: it was started without a draft"
-    if client.server.engine == "sglang" and by_ids:
-        return "SGLang's answers count no verifications: it was started without a draft"
-    if client.server.engine == "sglang" and spent.requests is None:
-        return (
-            "SGLang was started without --enable-metrics, so acceptance is known by request only; give --target, so "
-            "that prompts can be sent as token ids to /generate, which tells it"
-        )
-    if client.server.engine == "sglang":
-        return "SGLang counted no verifications: it was started without a draft"
+    match client.server.engine:
+        case "vllm" if spent.tokens is None:
+            return "vLLM's /metrics has no counters; start it without --disable-log-stats"
+        case "vllm":
+            return "vLLM counted no drafts: it was started without a draft"
+        case "sglang" if by_ids or spent.requests is not None:
+            return "SGLang counted no verifications: it was started without a draft"
+        case "sglang":
+            return (
+                "SGLang was started without --enable-metrics, so acceptance is known by request only; give --target, "
+                "so that prompts can be sent as token ids to /generate, which tells it"
+            )
     return "the server is neither vLLM nor SGLang, whose counters fledge reads"
 
 
-# -- comparing ----------------------------------------------------------------------------------------------------
-
-
 def decode_own(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    *,
-    sampling: Sampling,
-    max_new_tokens: int,
-    batch: int = 1,
+    engine: Engine, prompts: Sequence[list[int]], *, sampling: Sampling, max_new_tokens: int, batch: int = 1,
     advance: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Decodes prompts of token ids with an engine's draft.
 
     Returns the prompts (`ids`), the `completions` in their order, and the `figures`: tau, alpha, rounds and what

@@ -20,11 +20,9 @@ from fledge.train.setup.target import PreparedTarget
 
 PROMPTS = 32  # maximum number of prompts that are used of --eval-prompts
 
-Say = Callable[[str], None]
-
 
 def make_evaluator(
-    recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Say
+    recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Callable[[str], None]
 ) -> Callable[[Draft], dict[str, Any]] | None:
     """A function that measures the τ of a draft, each rank on a part of the prompts. It returns a dict with the `tau`
     of all prompts and the list `alpha` (see `measure.metrics`), which is empty if all answers ended before the first
@@ -36,8 +34,16 @@ def make_evaluator(
     if not prepared.decodes:
         return None
     prompts = _prompts(recipe, prepared, held_out)
+    if not prompts and recipe.options.eval_every:
+        raise ValueError(
+            f"--eval-every needs held-out prompts, and data of fewer than {10 * EVAL_RECORDS} records is used for "
+            "training only; give --eval-prompts"
+        )
     if not prompts:
-        _say_no_prompts(recipe, held_out, say)
+        why = "no held-out chat fits in the target's context with --eval-tokens"
+        if not held_out:
+            why = "the data has too few records to hold some out"
+        say(f"{why}, so τ is not measured; give --eval-prompts FILE to measure it")
         return None
     if len(prompts) < len(held_out):
         others = "the others are too long or refused by the chat template"
@@ -76,34 +82,18 @@ def make_evaluator(
     return evaluate
 
 
-def _say_no_prompts(recipe: Recipe, held_out: list[Record], say: Say) -> None:
-    if recipe.options.eval_every:
-        raise ValueError(
-            f"--eval-every needs held-out prompts, and data of fewer than {10 * EVAL_RECORDS} records is used for "
-            "training only; give --eval-prompts"
-        )
-    few = "the data has too few records to hold some out"
-    long = "no held-out chat fits in the target's context with --eval-tokens"
-    say(f"{long if held_out else few}, so τ is not measured; give --eval-prompts FILE to measure it")
-
-
-def _max_prompt_tokens(recipe: Recipe, prepared: PreparedTarget) -> int:
-    """The maximum prompt length that leaves room for the answer. Raises ValueError if there is no room for a prompt."""
-    target, new = prepared.target, prepared.eval_tokens
-    beyond = 0 if target.rotary else recipe.depth  # drafted tokens too need an entry in a table of positions
-    room = target.context - new - beyond
-    if room < 1:
-        raise ValueError(
-            f"--eval-tokens {new} leaves no room for a prompt in the target's context of {target.context} tokens"
-        )
-    return room
-
-
 def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -> list[EvalPrompt]:
     """The prompts of --eval-prompts, or else of the held-out records: plain texts are shortened, and chats that are too
     long are left out, with --skip-bad also chats that the chat template refuses. Raises ValueError if a prompt of
-    --eval-prompts is too long."""
-    template, longest, source = prepared.template, _max_prompt_tokens(recipe, prepared), recipe.options.eval_prompts
+    --eval-prompts is too long, or if there is no room for any prompt."""
+    template, source = prepared.template, recipe.options.eval_prompts
+    target, new = prepared.target, prepared.eval_tokens
+    # drafted tokens too need an entry in a table of positions
+    longest = target.context - new - (0 if target.rotary else recipe.depth)
+    if longest < 1:
+        raise ValueError(
+            f"--eval-tokens {new} leaves no room for a prompt in the target's context of {target.context} tokens"
+        )
 
     def fits(prompt: EvalPrompt) -> bool:
         own = template.of(prompt.template_kwargs)

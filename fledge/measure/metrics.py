@@ -73,8 +73,9 @@ def drafted_and_accepted(traces: Sequence[Trace]) -> tuple[list[int], list[int]]
     """The two sums of which each α_k is the quotient: the rounds that drafted a k-th token after k - 1 accepted ones,
     and those among them that accepted it."""
     rounds = [r for t in traces for r in t.rounds]
-    reached = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(_depth(rounds))]
-    passed = [sum(r.accepted > k for r in rounds) for k in range(_depth(rounds))]
+    depth = max((r.drafted for r in rounds), default=0)
+    reached = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(depth)]
+    passed = [sum(r.accepted > k for r in rounds) for k in range(depth)]
     return reached, passed
 
 
@@ -95,10 +96,6 @@ def bytes_per_round(traces: Sequence[Trace]) -> float:
     return sum(r.copied_bytes for r in rounds) / len(rounds) if rounds else 0.0
 
 
-def _depth(rounds: Sequence) -> int:
-    return max((r.drafted for r in rounds), default=0)
-
-
 def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
     """(n-grams that occurred earlier in the sequence, all n-grams), a measure of how much a generation loops."""
     seen: set[tuple[int, ...]] = set()
@@ -109,9 +106,6 @@ def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
         repeated += gram in seen
         seen.add(gram)
     return repeated, total
-
-
-# -- intervals ------------------------------------------------------------------------------------------------------
 
 
 def tau_interval(requests: Sequence[Mapping[str, Any]]) -> Interval | None:
@@ -127,7 +121,11 @@ def alpha_intervals(requests: Sequence[Mapping[str, Any]]) -> list[Interval]:
     if len(requests) < ENOUGH:
         return []
     depth = max(len(r["reached"]) for r in requests)
-    return [_alpha_interval(requests, k) for k in range(depth)]
+    by_depth = (
+        [[r["passed"][k], r["reached"][k]] for r in requests if len(r["reached"]) > k and r["reached"][k]]
+        for k in range(depth)
+    )
+    return [_interval(rows, np.divide, highest=1.0) or (0.0, 1.0) for rows in by_depth]
 
 
 def speedup_interval(requests: Sequence[Mapping[str, Any]]) -> Interval | None:
@@ -138,11 +136,6 @@ def speedup_interval(requests: Sequence[Mapping[str, Any]]) -> Interval | None:
         return None
     rows = [[r["tokens"], r["seconds"], r.get("baseline_tokens", r["tokens"]), r["baseline_seconds"]] for r in requests]
     return _interval(rows, lambda tokens, s, baseline_tokens, baseline_s: (tokens / s) / (baseline_tokens / baseline_s))
-
-
-def _alpha_interval(requests: Sequence[Mapping[str, Any]], k: int) -> Interval:
-    rows = [[r["passed"][k], r["reached"][k]] for r in requests if len(r["reached"]) > k and r["reached"][k]]
-    return _interval(rows, np.divide, highest=1.0) or (0.0, 1.0)
 
 
 def _interval(

@@ -12,6 +12,8 @@ from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record, parse_record
 from fledge.data.sources import COMPRESSED, Source, is_preset
 from fledge.io.hub import quiet_hub
+from fledge.data.sources import COMPRESSED, Source
+from fledge.io.fields import first_line
 
 DEFAULT_PROMPTS = 80  # of a set without a limit, as in the evaluations of the EAGLE papers
 
@@ -52,32 +54,21 @@ def read_prompts(source: str | Path, limit: int | None = None, columns: str | No
     return spread([prompt_of(record) for record in read_records(with_columns([str(source)], columns))], limit)
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """A data set of the hub: its id, config and split, and `row_of`, which turns a row into one of the layouts of
-    `fledge.data.record` that has no answers."""
-
-    hub_id: str
-    split: str
-    row_of: Callable[[dict[str, Any]], dict[str, Any]]
-    config: str | None = None
-
-
 def _column(name: str, before: str = "") -> Callable[[dict[str, Any]], dict[str, Any]]:
     """A column that holds one user message, after an instruction."""
     return lambda row: {"turns": [before + row[name]]}
 
 
-PROMPT_SETS: dict[str, PromptSet] = {
-    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", "train", lambda row: {"turns": list(row["prompt"])}),
-    "gsm8k": PromptSet("openai/gsm8k", "test", _column("question"), config="main"),
-    "humaneval": PromptSet("openai/openai_humaneval", "test", _column("prompt")),
-    "math500": PromptSet("HuggingFaceH4/MATH-500", "test", _column("problem")),
-    "alpaca": PromptSet(
-        "tatsu-lab/alpaca", "train", lambda row: {"instruction": row["instruction"], "input": row["input"]}
-    ),
-    "sum": PromptSet("abisee/cnn_dailymail", "test", _column("article", "Summarize: "), config="3.0.0"),
-    "qa": PromptSet("google-research-datasets/nq_open", "validation", _column("question")),
+# the hub id, config and split of each set, and a function that turns a row into a layout of `fledge.data.record` that
+# has no answers
+PROMPT_SETS: dict[str, tuple[str, str | None, str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: {"turns": list(row["prompt"])}),
+    "gsm8k": ("openai/gsm8k", "main", "test", _column("question")),
+    "humaneval": ("openai/openai_humaneval", None, "test", _column("prompt")),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", _column("problem")),
+    "alpaca": ("tatsu-lab/alpaca", None, "train", lambda row: {name: row[name] for name in ("instruction", "input")}),
+    "sum": ("abisee/cnn_dailymail", "3.0.0", "test", _column("article", "Summarize: ")),
+    "qa": ("google-research-datasets/nq_open", None, "validation", _column("question")),
 }
 
 
@@ -86,27 +77,23 @@ def read_prompt_set(name: str, limit: int | None = None) -> list[Record]:
     always the same. Raises ValueError if the set cannot be loaded, or if its columns are not the expected ones."""
     import datasets
 
-    source = PROMPT_SETS[name]
+    hub_id, config, split, row_of = PROMPT_SETS[name]
     try:
         with quiet_hub():
-            rows = datasets.load_dataset(source.hub_id, source.config, split=source.split, trust_remote_code=False)
+            rows = datasets.load_dataset(hub_id, config, split=split, trust_remote_code=False)
     except Exception as e:  # offline, unknown, or moved: each raises another type
-        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
         raise ValueError(
-            f"--prompts {name} is {source.hub_id} on the hub, which cannot be loaded: {reason}. Load it once where the "
-            "hub can be reached (the datasets library then keeps it), or give a file of prompts"
+            f"--prompts {name} is {hub_id} on the hub, which cannot be loaded: {first_line(e)}. Load it once "
+            "where the hub can be reached (the datasets library then keeps it), or give a file of prompts"
         ) from e
-    taken = min(limit or DEFAULT_PROMPTS, len(rows))
-    indices = [i * len(rows) // taken for i in range(taken)]
     records = []
-    for i in indices:
+    for i in spread(list(range(len(rows))), limit or DEFAULT_PROMPTS):
         where = f"{name}, row {i + 1}"
         try:
-            records.append(parse_record(source.row_of(rows[i]), where))
+            records.append(parse_record(row_of(rows[i]), where))
         except (KeyError, TypeError) as e:
             raise ValueError(
-                f"{where}: {source.hub_id} has other columns than fledge reads ({', '.join(rows[i])}); give a file of "
-                "prompts"
+                f"{where}: {hub_id} has other columns than fledge reads ({', '.join(rows[i])}); give a file of prompts"
             ) from e
     return records
 

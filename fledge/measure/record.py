@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -25,7 +26,10 @@ def check_record_path(path: str | Path, flag: str) -> Path:
     if the path cannot be written or if another file is there.
     """
     path = check_output_path(path, flag)
-    if path.exists() and path.stat().st_size and not _is_record_file(path):
+    earlier = not path.exists() or not path.stat().st_size
+    with contextlib.suppress(ValueError):  # no JSON
+        earlier = earlier or is_record(read_json(path, MAX_RECORD_BYTES))
+    if not earlier:
         raise ValueError(
             f"{flag} {path} already exists and is not a record that fledge wrote, so it is not replaced; choose "
             "another name"
@@ -54,10 +58,3 @@ def write_record(path: str | Path, record: Any) -> None:
 def record_text(record: Any) -> str:
     """A record as indented JSON. A list of numbers or texts takes one line, since there are some for each request."""
     return _FLAT_LIST.sub(lambda m: f"[{re.sub(_BREAK, ', ', m[1])}]", json.dumps(record, indent=2))
-
-
-def _is_record_file(file: Path) -> bool:
-    try:
-        return is_record(read_json(file, MAX_RECORD_BYTES))
-    except ValueError:
-        return False

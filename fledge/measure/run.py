@@ -18,17 +18,7 @@ from fledge.decode.prompt import Prompt
 from fledge.decode.proposers import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
-from fledge.measure.metrics import (
-    alpha,
-    bytes_per_round,
-    committed_per_round,
-    drafted_and_accepted,
-    paused,
-    repeated_ngrams,
-    speedup_interval,
-    tau,
-    tau_interval,
-)
+from fledge.measure import metrics
 from fledge.measure.prompts import EvalPrompt, conversation, spread
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
@@ -120,17 +110,17 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     fast, slow = comparison.speed(name), comparison.speed(BASELINE)
     times = zip(comparison.times[name], comparison.times[BASELINE], strict=True) if batch == 1 else [None] * len(ids)
     requests = [request_record(*each) for each in zip(with_draft, without, times, strict=True)]
-    share = paused([c.trace for c in with_draft])
+    share = metrics.paused([c.trace for c in with_draft])
     return {
-        "tau": tau([c.trace for c in with_draft]),
-        "tau_interval": tau_interval(requests),
+        "tau": metrics.tau([c.trace for c in with_draft]),
+        "tau_interval": metrics.tau_interval(requests),
         "paused": share,
         "pause_reason": engine.chooser.reason if engine.chooser is not None and share else "",
-        "alpha": alpha([c.trace for c in with_draft]),
+        "alpha": metrics.alpha([c.trace for c in with_draft]),
         "tokens_per_s": fast,
         "baseline_tokens_per_s": slow,
         "speedup": fast / slow,
-        "speedup_interval": speedup_interval(requests),
+        "speedup_interval": metrics.speedup_interval(requests),
         "identical": len(ids) - len(differing) if promised else None,
         "near_ties": ties if promised else None,
         "different": len(differing) - ties if promised else None,
@@ -139,7 +129,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         **_repetition(with_draft),
         # in a batch, the time of a request includes the prefill of others
         "round": _round_times(with_draft, without) if batch == 1 else None,
-        "bytes_per_round": bytes_per_round([c.trace for c in with_draft]),
+        "bytes_per_round": metrics.bytes_per_round([c.trace for c in with_draft]),
         "sampling": asdict(without_processors(sampling)),
         "batch": batch,
         **engine.drafting.record(),
@@ -160,8 +150,8 @@ def request_record(
     """The sums of one request: its tokens and rounds, the tokens that its rounds committed and drafted, and the two
     sums of α by depth. `seconds` are those with the draft and without; None if requests were decoded together, and none
     has a time of its own. `baseline_tokens` is there if the answer without the draft has another length."""
-    committed, rounds = committed_per_round([with_draft.trace])
-    reached, passed = drafted_and_accepted([with_draft.trace])
+    committed, rounds = metrics.committed_per_round([with_draft.trace])
+    reached, passed = metrics.drafted_and_accepted([with_draft.trace])
     record: dict[str, Any] = {
         "tokens": len(with_draft.tokens),
         "rounds": rounds,
@@ -303,25 +293,21 @@ class _Comparison:
         for arm in self.completions:
             del self.times[arm][len(self.groups) :], self.completions[arm][len(self.ids) :]
 
-    def seconds(self, arm: str | None) -> float:
-        """The seconds of decoding all requests."""
-        return sum(self.times[arm])
-
     def speed(self, arm: str | None) -> float:
         """Tokens per second."""
-        return sum(len(c.tokens) for c in self.completions[arm]) / self.seconds(arm)
+        return sum(len(c.tokens) for c in self.completions[arm]) / sum(self.times[arm])
 
 
 def _repetition(completions: list[Completion]) -> dict[str, Any]:
     """The fields of a record about repeated text, and τ without looping generations."""
-    counts = [repeated_ngrams(c.tokens) for c in completions]
+    counts = [metrics.repeated_ngrams(c.tokens) for c in completions]
     not_looping = [
         c.trace for c, (repeated, n) in zip(completions, counts, strict=True) if repeated <= LOOPING_SHARE * n
     ]
     return {
         "repeated_8grams": sum(repeated for repeated, _ in counts) / max(sum(n for _, n in counts), 1),
         "not_looping": len(not_looping),
-        "tau_not_looping": tau(not_looping),
+        "tau_not_looping": metrics.tau(not_looping),
         "mean_new_tokens": sum(len(c.tokens) for c in completions) / len(completions),
     }
 
@@ -415,14 +401,12 @@ def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_toke
     The warm-up decodes each prompt once on a GPU, since cuDNN may compile a kernel for every new length.
     """
     target = engine.target
+    for prefix, limit in [(ids[0], 8)] if target.device.type == "cpu" else [(prefix, max_new_tokens) for prefix in ids]:
+        target.reference_generate(prefix, limit)
     seconds, tokens, own_seconds, own_tokens = 0.0, 0, 0.0, 0
-    timed = [(prefix, max_new_tokens) for prefix in ids]
-    warm_up = [(ids[0], 8)] if target.device.type == "cpu" else timed
-    for i, (prefix, limit) in enumerate(warm_up + timed):
+    for prefix in ids:
         start = time.perf_counter()
-        n = len(target.reference_generate(prefix, limit))  # returns lists, so the device has finished
-        if i < len(warm_up):
-            continue
+        n = len(target.reference_generate(prefix, max_new_tokens))  # returns lists, so the device has finished
         seconds, tokens = seconds + time.perf_counter() - start, tokens + n
         done = engine.generate(prefix, speculate=False, max_new_tokens=n)
         own_seconds, own_tokens = own_seconds + done.trace.t_total, own_tokens + len(done.tokens)

@@ -1,4 +1,4 @@
-"""The model card of a draft, README.md in its directory: metadata for the Hugging Face hub, and a text in Markdown.
+"""A draft described in sentences, and its model card: README.md with metadata for the Hugging Face hub.
 
 The part of the text between two marker lines is generated, and `fledge push` may replace that part. All else, also the
 metadata, belongs to the user and is kept.
@@ -19,19 +19,22 @@ from huggingface_hub import ModelCardData
 from fledge import __version__
 from fledge.config import DraftConfig
 from fledge.data.documents import lengths_of
+from fledge.data.modes import shown_mode
 from fledge.data.read import SourceReader
 from fledge.data.sources import Source
 from fledge.drafts.weights import DraftFiles, draft_sha256
 from fledge.engines.command import Serving, engine_command, trained_depth
-from fledge.engines.describe import describe, method_title
 from fledge.engines.export import needs_export
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.fields import read_json
+from fledge.engines.support import ENGINES, SERVERS, TITLES, minimum_version, unsupported
+from fledge.io.display import escaped
 from fledge.io.files import replace_text
 from fledge.io.hub import cached_commit, hub_id
 from fledge.io.machine import environment
 from fledge.measure.metrics import alpha_text
 from fledge.measure.record import is_record
+from fledge.methods import CHOICES
 
 if TYPE_CHECKING:
     from fledge.data.pack import Rows
@@ -55,7 +58,86 @@ that of the model.
 - Fewer tokens are accepted in longer texts than those of training, in another mode of the chat template (e.g. with \
 thinking turned on or off), and in text full of tokens that the draft's vocabulary lacks, e.g. in another language.
 - Where little is accepted, drafting costs time: measure on prompts like your own."""
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def describe(config: DraftConfig) -> list[str]:
+    """Sentences that describe a `DraftConfig`."""
+    known = config.provenance
+    kind = method_title(config)
+    article = "An" if kind.startswith("E") else "A"
+    switches = [n for n in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")
+                if getattr(config, n)]  # fmt: skip
+    layers = f"{config.num_hidden_layers} layer" + ("s" if config.num_hidden_layers > 1 else "")
+    lines = [
+        f"{article} {kind} draft{' with ' + ', '.join(switches) if switches else ''}: {layers} "
+        f"{config.hidden_size} wide, {config.num_attention_heads} heads of {config.head_dim} over "
+        f"{config.num_key_value_heads}, RoPE {config.rope.rope_type}.",
+        f"Its target is {known.target or 'not recorded'} ("
+        + (f"{known.target_layers} layers, " if known.target_layers else "")
+        + f"hidden states {config.target_hidden_size} wide).",
+    ]
+    read = f"{config.num_aux_hidden_states} hidden states, of the layers that engines read by default"
+    if not config.family.reads_layers:
+        read = "the target's final hidden state and uses the target's LM head"
+    elif config.aux_layers:
+        read = (
+            f"the target's hidden states {', '.join(map(str, config.aux_layers))}, numbered as in fledge train "
+            "--aux-layers: 0 is the embedding, 1 the output of the first layer"
+        )
+    lines.append(f"It reads {read}.")
+    vocabulary = f"Its vocabulary has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
+    if known.coverage is not None:
+        vocabulary += f" and covers {known.coverage:.2%} of the assistant tokens in its training data"
+    lines.append(vocabulary + ".")
+    if config.mask_token_id is not None:
+        lines.append(
+            f"It drafts in one pass; token {config.mask_token_id} is the mask token for positions not known yet."
+        )
+    if known.depth:
+        lines.append(f"It was trained to draft {known.depth} tokens, on documents of up to {known.max_length} tokens.")
+    if known.template_modes:
+        modes = " and with ".join(map(shown_mode, known.template_modes))
+        lines.append(f"Its training chats were rendered with {modes}.")
+    elif known.template_kwargs:
+        lines.append(f"Its training chats were rendered with the template arguments {known.template_kwargs}.")
+    return lines
+
+
+def method_title(config: DraftConfig) -> str:
+    """The display name of the method, or of its variant (EAGLE-3.1) if the draft has one of the variant's switches."""
+    variants = [
+        c for c in CHOICES.values() if c.method is config.family and any(getattr(config, s) for s in c.switches)
+    ]
+    return variants[-1].title if variants else config.family.title
+
+
+def describe_files(files: DraftFiles) -> list[str]:
+    """Sentences about the layout of a draft's files, and about the engines that can serve it."""
+    lines = [f"Its files have {files.layout}."]
+    for engine in ENGINES:
+        if reason := unsupported(files.config, engine):
+            lines.append(f"{reason}.")
+            continue
+        after = f"fledge export --to {engine}"
+        how = f"can serve it after {after}" if needs_export(files, engine) else "can serve these files"
+        if engine == "speculators":
+            how = f"has it after {after}" if needs_export(files, engine) else "is what these files have"
+        version = minimum_version(files.config, engine)
+        maker = "vLLM " if engine == "speculators" else ""
+        lines.append(f"{TITLES[engine]} {how}{f' (from {maker}{version} on)' if version else ''}.")
+    return lines
+
+
+def trainer_notes(config: DraftConfig) -> list[str]:
+    """What trainers other than fledge do differently with this draft."""
+    found = list(config.family.notes)
+    if config.family.reads_layers and config.draft_vocab_size == config.vocab_size and not config.family.one_pass:
+        found.append(
+            "SpecForge leaves t2d and d2t uninitialized if the file has none. fledge writes none for a full "
+            "vocabulary, since vLLM would refuse them. Set t2d to ones and d2t to zeros before you continue "
+            "training in SpecForge."
+        )
+    return found
 
 
 def card_text(
@@ -123,13 +205,13 @@ def use_text(draft: DraftFiles, repository: str) -> str:
 
 def plain(text: str) -> str:
     """Text in which Markdown and HTML have no meaning."""
-    text = re.sub(r"([\\`*_\[\]{}~#!])", r"\\\1", _CONTROL.sub("?", text))
+    text = re.sub(r"([\\`*_\[\]{}~#!])", r"\\\1", escaped(text))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def code(name: str) -> str:
     """A name as a code span, with ' for `, and cut if the name is very long."""
-    name = _CONTROL.sub("?", name).replace("`", "'")
+    name = escaped(name).replace("`", "'")
     return f"`{name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME] + '..'}`"
 
 
