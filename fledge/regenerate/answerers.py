@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fledge.data.answering import answer_message, answer_text, reasoning_field
 from fledge.data.chat_fields import as_sent
@@ -46,13 +46,18 @@ class Question:
     prompt: str | list[int]
 
 
-class Answerer(Protocol):
+class Answerer:
     """Answers questions, used as a context manager.
 
     `who` names the answerer in messages. `identity` is the model, the maximum tokens of an answer, and the seed.
     `places` is the number of conversations that are answered together. `keeps_rewritten`: whether answers are kept
     which the template renders as another text; white space then counts. `cure` is what to do if most answers are
     rewritten. `repeated` counts the reasons of repeated requests.
+
+    `ask` accepts a question, and raises BadRequest if the question cannot be answered. `answers` yields index and
+    answer, or refusal, of the questions that are answered by now, of `wanted` records alone; with `wait`, at least
+    one. It calls `advance` for each answer, and raises ServerProblem if no more will come. `message` returns an
+    answer as a message of the data, and raises BadRequest if the answer cannot be a message.
     """
 
     who: str
@@ -67,20 +72,7 @@ class Answerer(Protocol):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Releases what answering needed."""
-
-    def ask(self, question: Question) -> None:
-        """Accepts a question. Raises BadRequest if it cannot be answered."""
-
-    def answers(
-        self, wanted: Container[int], advance: Callable[[], None], wait: bool
-    ) -> Iterator[tuple[int, Answer | BadRequest]]:
-        """Index and answer, or refusal, of the questions that are answered by now; with `wait`, at least one. Only
-        those of `wanted` records. Calls `advance` for each answer. Raises ServerProblem if no more will come."""
-
-    def message(self, question: Question, answer: Answer) -> dict[str, Any]:
-        """The answer as a message of the data. Raises BadRequest if the answer cannot be a message."""
+    def __exit__(self, *error: object) -> None: ...
 
 
 class OwnEngine(Answerer):
@@ -170,7 +162,13 @@ class ServedModel(Answerer):
     who, keeps_rewritten = "server", True
 
     def __init__(self, options: RegenerateOptions):
-        self.options, self.places, self.template = options, options.concurrency, _template_of(options)
+        self.options, self.places, self.template = options, options.concurrency, None
+        if options.target:
+            from fledge.targets.loading import load_target
+
+            target = load_target(options.target, weights=False, trust_remote_code=options.trust_remote_code)
+            kwargs = parse_template_kwargs(options.template_kwargs)
+            self.template = ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
         self.seed = options.seed if options.was_given("seed") else None
         self.client = Client(
             options.endpoint, api_key=key_in(options.api_key_env), connections=options.concurrency,
@@ -252,13 +250,3 @@ class ServedModel(Answerer):
                 "server without its reasoning parser"
             )
         return message | ({self.reasoning: answer.reasoning} if answer.reasoning else {})
-
-
-def _template_of(options: RegenerateOptions) -> ChatTemplate | None:
-    """The chat template of --target, if it is given."""
-    if not options.target:
-        return None
-    from fledge.targets.loading import load_target
-
-    target = load_target(options.target, weights=False, trust_remote_code=options.trust_remote_code)
-    return ChatTemplate(target.tokenizer, target.stop_ids, parse_template_kwargs(options.template_kwargs))

@@ -17,6 +17,7 @@ from fledge.data.chat_fields import without_spaces
 from fledge.data.record import Record
 from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer
+from fledge.regenerate.answerers import Question
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
@@ -30,36 +31,29 @@ SHOWN = 4  # tokens of a difference that a message shows
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer, and what training will read of it.
+    """An answer, and what training will read of it: `text` is the prompt with the answer, as training tokenizes it, and
+    `refusal` the reason for which there is none."""
 
-    `number` counts the answers of the record from 1. `prompt` is the rendered text before the answer, or the token ids
-    of a plain text's prompt. `text` is the prompt with the answer, as training tokenizes it; `refusal` is the reason
-    for which there is none.
-    """
-
-    record: Record
-    number: int
-    prompt: str | list[int]
+    question: Question
     answer: Answer
     text: str
     refusal: str = ""
 
     @property
     def where(self) -> str:
-        return f"{self.record.where}, answer {self.number}"
+        return f"{self.question.record.where}, answer {self.question.number or 1}"
 
 
-def chat_turn(
-    template: ChatTemplate, record: Record, messages: list[dict[str, Any]], number: int, before: str, answer: Answer
-) -> Turn:  # fmt: skip
-    """The last of these messages, answered after the rendered text `before`, as the answer to compare."""
+def chat_turn(question: Question, messages: list[dict[str, Any]], answer: Answer) -> Turn:
+    """The last of these messages, which answers the question, as the answer to compare."""
+    record = question.record
     try:
-        text = template.turn(Record(record.where, messages=messages, tools=record.tools), before)
+        text = question.template.turn(Record(record.where, messages=messages, tools=record.tools), question.prompt)
     except EndlessTemplate:
         raise
     except ValueError as e:  # training would refuse it, too
-        return Turn(record, number, before, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
-    return Turn(record, number, before, answer, text)
+        return Turn(question, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
+    return Turn(question, answer, text)
 
 
 @dataclass(frozen=True)
@@ -83,12 +77,13 @@ class _Trained:
     complete: bool
 
 
-def compare(template: ChatTemplate, turn: Turn, *, spaces: bool = True) -> Comparison:
+def compare(turn: Turn, *, spaces: bool = True) -> Comparison:
     """Compares the generated tokens with those that training makes of the answer, up to the stop token.
 
     Stop tokens are not compared: a cut answer has none, and a target may end its answers with another one than its
     template does. `spaces`: whether an answer that differs in white space alone, which templates trim, is REWRITTEN.
     """
+    template = turn.question.template
     try:
         trained, refusal = _trained(template, turn), ""
     except ValueError as e:
@@ -111,8 +106,9 @@ def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
     """What training makes of a turn. Raises ValueError if it refuses it."""
     if turn.refusal:
         raise ValueError(turn.refusal)
-    if chat := isinstance(turn.prompt, str):
-        document = template.turn_document(turn.text, len(turn.prompt), turn.where)
+    prompt = turn.question.prompt
+    if chat := isinstance(prompt, str):
+        document = template.turn_document(turn.text, len(prompt), turn.where)
     else:
         [document] = template.documents(Record(turn.where, text=turn.text))
     supervised = (document.spans >= 0).nonzero()[0]
@@ -124,12 +120,13 @@ def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
 def _prompt_ids(template: ChatTemplate, turn: Turn, trained: _Trained | None) -> list[int]:
     """The prompt's tokens by the target's template. Tokenizing the prompt takes as long as all the rest, and is not
     needed where the server's tokens are those that training has before the answer."""
-    if not isinstance(turn.prompt, str):
-        return turn.prompt
+    prompt = turn.question.prompt
+    if not isinstance(prompt, str):
+        return prompt
     known = turn.answer.prompt_ids
     if trained is not None and known is not None and trained.ids[: trained.start] == known:
         return known
-    return template.rendered_ids(turn.prompt)
+    return template.rendered_ids(prompt)
 
 
 def _compare_tokens(

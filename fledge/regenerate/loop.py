@@ -1,12 +1,15 @@
-"""The loop over the conversations of the data: each answer is part of the prompt of the next one."""
+"""The loop over the conversations of the data: each answer is part of the prompt of the next one. The output file has
+one JSON line for each record, written as the answers come."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +17,11 @@ from fledge.data.answering import answered_conversation, count_answers, split_co
 from fledge.data.record import Record
 from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer
+from fledge.io.files import replace_file
 from fledge.io.http import BadRequest, ServerProblem
+from fledge.io.json_text import parse_json
 from fledge.regenerate.answerers import Answerer, OwnEngine, Question, ServedModel
 from fledge.regenerate.check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, chat_turn, compare
-from fledge.regenerate.file import AnswersFile
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
@@ -155,10 +159,11 @@ class _Loop:
         template = self.answerer.template and self.answerer.template.of(record.template_kwargs)
         if record.text is not None:
             prompt, start = self._text_prompt(template, record.text, record.prompt_length)
-            answer = yield Question(index, 0, record, template, [], prompt)
+            question = Question(index, 0, record, template, [], prompt)
+            answer = yield question
             whole = start + answer.text
             if template is not None:
-                self.due.append((index, Turn(record, 1, prompt, answer, whole)))
+                self.due.append((index, Turn(question, answer, whole)))
             return {"prompt": start, "completion": answer.text} if record.prompt_length else {"text": whole}
         kept, rest = split_conversation(record)
         messages = list(kept)
@@ -171,7 +176,7 @@ class _Loop:
             answer = yield question
             messages.append(message := self.answerer.message(question, answer))
             if template is not None:
-                self.due.append((index, chat_turn(template, record, messages, number, before, answer)))
+                self.due.append((index, chat_turn(question, messages, answer)))
             if not any(m["role"] == "assistant" for m in rest):
                 break
             if message.get("tool_calls"):
@@ -218,10 +223,9 @@ class _Loop:
     def _compare(self, index: int, turn: Turn) -> None:
         """Compares an answer with the target's template. Raises ValueError for a prompt that is other tokens on the
         server, and if most answers have another text than was generated."""
-        template = self.answerer.template.of(turn.record.template_kwargs)
-        found = compare(template, turn, spaces=self.answerer.keeps_rewritten)
+        found = compare(turn, spaces=self.answerer.keeps_rewritten)
         if found.prompt:
-            self._explain_prompt(turn.record, found.prompt)
+            self._explain_prompt(turn.question.record, found.prompt)
         self.check.add(turn, found)
         if found.answer == UNKNOWN and self.check.counts[UNKNOWN] == 1:
             self.say(
@@ -277,3 +281,90 @@ class _Loop:
         if repeated := self.answerer.repeated:
             reasons = ", ".join(f"{reason} ({n:,})" for reason, n in repeated.most_common())
             self.say(f"{repeated.total():,} requests were repeated: {reasons}")
+
+
+class AnswersFile:
+    """A file with a row for each record, used as a context manager.
+
+    `headers` are the first fields of the rows, in the order of the data and all different: `source`, the location
+    of the record, and `asked`, a hash of everything that determines its answers. Rows are appended in any order;
+    `done` holds the indices of those that are complete, also of those that an interrupted job wrote. Raises
+    ValueError, and leaves the file unchanged, if it has a row that none of the headers belongs to.
+    """
+
+    def __init__(self, path: Path, headers: Sequence[dict[str, str]]):
+        self.path, self.headers = path, headers
+        self.done: set[int] = set()
+        self._places: dict[int, tuple[int, int]] = {}  # start and length of each row in the file
+        self._read()
+
+    def _read(self) -> None:
+        """Finds the complete rows, and removes an incomplete last line if it is the beginning of a row."""
+        if not self.path.exists():
+            return
+        indices = {(header["source"], header["asked"]): index for index, header in enumerate(self.headers)}
+        end = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    if not self._begins_row(line):
+                        raise ValueError(
+                            f"{self.foreign}. If {self.path} is an unfinished file of this command, remove its last "
+                            "line, which is incomplete"
+                        )
+                    break
+                try:
+                    row = parse_json(line)
+                    index = indices.pop((row["source"], row["asked"]))
+                except (ValueError, KeyError, TypeError) as e:
+                    raise ValueError(self.foreign) from e
+                self.done.add(index)
+                self._places[index] = end, len(line)
+                end += len(line)
+        if end < self.path.stat().st_size:
+            os.truncate(self.path, end)
+
+    def _begins_row(self, line: bytes) -> bool:
+        """Whether an incomplete line begins with a whole header, or follows complete rows and may be a part of one."""
+        starts = (json.dumps(header, ensure_ascii=False)[:-1].encode() for header in self.headers)
+        return any(line.startswith(start) or (self.done and start.startswith(line)) for start in starts)
+
+    @property
+    def foreign(self) -> str:
+        """The message for a file that does not belong to the headers."""
+        return f"{self.path} already exists and was not made from this --data with these options; choose another --out"
+
+    def __enter__(self) -> AnswersFile:
+        self._file: FileIO = self.path.open("ab", buffering=0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def append(self, rows: dict[int, dict[str, Any]]) -> None:
+        """Writes rows, given without their headers by their index. Raises ValueError if they cannot be written."""
+        start, data = self._file.seek(0, os.SEEK_END), b""
+        for index, row in rows.items():
+            line = (json.dumps(self.headers[index] | row, ensure_ascii=False) + "\n").encode()
+            self._places[index] = start + len(data), len(line)
+            data += line
+        try:
+            while data:  # a buffer that cannot be written would fail again when the file is closed
+                data = data[self._file.write(data) :]
+        except OSError as e:
+            cure = "free some disk space and run the same command again to continue"
+            raise ValueError(f"{self.path} cannot be written: {e.strerror}; {cure}") from e
+        self.done |= rows.keys()
+
+    def sort(self) -> None:
+        """Puts the rows into the order of the data, if they are not: writes them to another file, which then replaces
+        this one. A job that is killed meanwhile leaves a complete file in the old order."""
+        if list(self._places) == sorted(self._places):
+            return
+        with self.path.open("rb") as old:
+
+            def row(start: int, length: int) -> bytes:
+                old.seek(start)
+                return old.read(length)
+
+            replace_file(self.path, (row(*self._places[index]) for index in sorted(self._places)))
