@@ -15,7 +15,7 @@ from fledge.report.training import smoothed, thinned
 from support.reports import record, sweep, write_records, write_run
 
 pytestmark = pytest.mark.usefixtures("drawing")
-TRAINING = ("loss", "tau", "acceptance", "schedule", "packing", "step-parts", "speed", "vocabulary")
+TRAINING = ("loss", "tau", "acceptance", "schedule", "step-parts", "speed", "vocabulary")
 DECODING = ("alpha", "tau-decoded", "speedup", "round")
 
 
@@ -31,7 +31,8 @@ def test_the_page_has_every_figure(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run"), write_records(tmp_path / "sweep.json", sweep()))
     assert figures(page) >= {*TRAINING, *DECODING, "sample-1"}
     assert "Left out" not in page
-    for said in ("Decoded τ rose from 1.35 to 2.10", "covers 93.00 % of the supervised tokens", "a run", "straße",
+    for said in ("highest decoded τ 2.10; 94% of the room in rows is used, 50% of the tokens are supervised",
+                 "covers 93.00 % of the supervised tokens", "a run", "straße",
                  "proposed by the draft at depth 2", "fledge eval --out x.json", "A processor"):  # fmt: skip
         assert said in page, said
 
@@ -63,7 +64,7 @@ def test_text_of_models_and_files_is_escaped(tmp_path: Path) -> None:
     page = page_of(run, write_records(tmp_path / "r.json", {"<b>$x^2$</b>": record(), "b & c": record(tau=2.0)}))
     assert "<script>alert" not in page and "<img" not in page and "<b>$x" not in page
     assert "&lt;script&gt;alert(1)" in page and "return &lt;x&gt;" in page
-    assert "\x1b" not in page and "␛[31m" in page
+    assert "\x1b" not in page and "\\x1b[31m" in page
     assert " f(x):\n\t</span>" in page  # whitespace is kept
 
 
@@ -76,7 +77,7 @@ def test_names_that_begin_with_an_underscore_are_in_legends(tmp_path: Path) -> N
     runs = [write_run(tmp_path / name) for name in ("_old", "new")]
     records = {f"{name} depth {n}": record(depth=n) for name in ("_old", "new") for n in (1, 3)}
     page = page_of(*runs, write_records(tmp_path / "r.json", records))
-    for figure in ("loss", "tau", "acceptance", "schedule", "packing", "speed", "alpha"):
+    for figure in ("loss", "tau", "acceptance", "schedule", "speed", "alpha"):
         assert re.search(r"\n\W?_old", legend_of(page, figure)), figure
         assert re.search(r"\nnew", legend_of(page, figure)), figure
 
@@ -97,7 +98,7 @@ def test_the_page_says_what_is_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "summary.json").unlink()
     page = page_of(run, write_records(tmp_path / "r.json", record(samples=[])))
-    assert {"loss", "tau", "acceptance", "schedule", "packing", "step-parts", "speed", "alpha"} <= figures(page)
+    assert {"loss", "tau", "acceptance", "schedule", "step-parts", "speed", "alpha"} <= figures(page)
     assert figures(page).isdisjoint({"vocabulary", "sample-1"})
     assert all(f'id="{missing}-missing"' in page for missing in ("vocabulary", "samples"))
 
@@ -207,7 +208,7 @@ def test_the_report_of_a_record_is_beside_it(tmp_path: Path) -> None:
 
 def test_a_position_that_no_round_reached_has_no_point(tmp_path: Path) -> None:
     page = page_of(write_records(tmp_path / "r.json", record(alpha=[0.8, 0.0, None])))
-    assert "alpha" in figures(page) and "accepted in 80% of the rounds" in page
+    assert "alpha" in figures(page)
     rows = re.findall(r"<td[^>]*>(\d)</td>\s*<td[^>]*>([^<]*)</td>", page)
     assert ("1", "0.80") in rows and ("2", "0.00") in rows and ("3", "–") in rows, rows
     assert "alpha" not in figures(page_of(write_records(tmp_path / "none.json", record(alpha=[None, None]))))

@@ -16,7 +16,7 @@ from support.reports import record, sweep, write_records, write_run
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 IDS = (
-    "loss", "tau", "acceptance", "schedule", "packing", "step-parts", "speed", "vocabulary", "alpha", "tau-decoded",
+    "loss", "tau", "acceptance", "schedule", "step-parts", "speed", "vocabulary", "alpha", "tau-decoded",
     "speedup", "round", "sample-1",
 )  # fmt: skip
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]

@@ -18,22 +18,30 @@ def decoding_figures(records: Sequence[EvalRecord]) -> list[Figure]:
     """All figures of the records."""
     if not records:
         return []
-    return [alpha(records), taus(records), speedups(records), rounds(records)]
+    return [
+        alpha(records),
+        _dots(
+            "tau-decoded", "τ", "tau", "τ, tokens per round", "Tokens committed per round; at 1, drafting is useless. "
+            "{} Where intervals are far apart, the difference is more than chance on these prompts.", records,
+        ),
+        _dots(
+            "speedup", "Speedup", "speedup", "times as fast as without a draft", "Tokens per second with the draft "
+            "over those without it, in the same run. Left of the line at 1, decoding is faster without the draft. {}",
+            sorted(records, key=prompt_set),
+        ),
+        rounds(records),
+    ]  # fmt: skip
 
 
 def alpha(records: Sequence[EvalRecord]) -> Figure:
     """α by position, with intervals where requests are recorded."""
-    from fledge.measure.metrics import alpha_intervals
-
     found = [(r, numbers_or_none(r.fields.get("alpha"))) for r in records]
     found = [(r, y) for r, y in found if y]
     title = "Acceptance by position when decoding"
     if not found:
         return Figure("alpha", title, missing="It needs rounds in which something was drafted.")
-    spans = [_fitting(alpha_intervals(r.requests) if r.requests else [], len(y)) for r, y in found]
+    spans = [_intervals(r, len(y)) for r, y in found]
     drawn = found[:LINES]
-    if len(found) == 1 and found[0][1][0] is not None:
-        title = f"The first drafted token is accepted in {found[0][1][0]:.0%} of the rounds"
 
     def plot(axes) -> None:
         for i, (r, y) in enumerate(drawn):
@@ -62,28 +70,15 @@ def alpha(records: Sequence[EvalRecord]) -> Figure:
     return Figure("alpha", title, caption, svg, Table(("record", "position", "α [95 %]"), rows))
 
 
-def _fitting(spans: Sequence[Any], count: int) -> Sequence[Any]:
-    """The intervals of `count` positions, or None for each if they are of other positions."""
+def _intervals(record: EvalRecord, count: int) -> Sequence[Any]:
+    """The intervals of `count` positions; None for each if the requests do not tell."""
+    from fledge.measure.metrics import alpha_intervals
+
+    try:
+        spans = alpha_intervals(record.requests)
+    except (KeyError, TypeError, ValueError):  # requests of an incomplete record
+        spans = []
     return spans if len(spans) == count else [None] * count
-
-
-def taus(records: Sequence[EvalRecord]) -> Figure:
-    """τ of each record."""
-    caption = (
-        "Tokens committed per round; at 1, drafting is useless. {} Where intervals are far apart, the difference is "
-        "more than chance on these prompts."
-    )
-    return _dots("tau-decoded", "τ", "tau", "τ, tokens per round", caption, records)
-
-
-def speedups(records: Sequence[EvalRecord]) -> Figure:
-    """The speedup of each record, those of a prompt set together."""
-    caption = (
-        "Tokens per second with the draft over those without it, in the same run. Left of the line at 1, decoding "
-        "is faster without the draft. {}"
-    )
-    ordered = sorted(records, key=prompt_set)
-    return _dots("speedup", "Speedup", "speedup", "times as fast as without a draft", caption, ordered)
 
 
 def rounds(records: Sequence[EvalRecord]) -> Figure:
@@ -94,10 +89,6 @@ def rounds(records: Sequence[EvalRecord]) -> Figure:
     splits = {k: v for k, v in splits.items() if all(number(v.get(key)) is not None for key in keys)}
     if not splits:
         return Figure("round", title, missing="It needs a record of --batch 1; in a batch, requests share their time.")
-    if len(splits) == 1:
-        (split,) = splits.values()
-        total = sum(split[k] for k in ROUND)
-        title = f"A round takes as long as {total / max(split['vanilla_token_ms'], 1e-9):.2f} tokens without a draft"
 
     def plot(axes) -> None:
         stacked_bars(axes, {k: {part: max(v[key], 0.0) for key, part in ROUND.items()} for k, v in splits.items()})
@@ -117,13 +108,12 @@ def rounds(records: Sequence[EvalRecord]) -> Figure:
 
 
 def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[EvalRecord]) -> Figure:
+    """The number `key` of each record as a dot with its interval, those in `caption` at {}. `what` names the number."""
     found = [(r, r.number(key), r.interval(key)) for r in records]
     found = [(r, y, span) for r, y, span in found if y]
     title = f"{what} of each record" if len(records) > 1 else what
     if not found:
         return Figure(name, title, missing="It needs rounds in which something was drafted.")
-    best = max(found, key=lambda each: each[1])
-    title = f"{what} is {best[1]:.2f}" if len(found) == 1 else f"{what} is highest with {best[0].label}: {best[1]:.2f}"
 
     def plot(axes) -> None:
         for i, (_, y, span) in enumerate(found):

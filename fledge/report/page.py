@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fledge.io.display import escaped
 from fledge.io.files import check_output_path, replace_text
 from fledge.report.decoding import decoding_figures
 from fledge.report.draw import Table, shown, spanned
@@ -68,7 +69,7 @@ def render(material: Material) -> str:
         samples=samples(own),
         vocabulary=[v for run in material.runs if (v := vocabulary(run))],
         runs=material.runs,
-        origins=[origin(x) for x in (*material.runs, *_one_per_source(material.records))],
+        origins=[origin(x) for x in (*material.runs, *{r.source: r for r in material.records}.values())],
         recipes=recipes(material.runs),
         scale=SCALE,
     )
@@ -160,12 +161,15 @@ def training_line(runs: Sequence[Run]) -> list[str]:
     """A sentence on each run."""
     lines = []
     for run in runs:
-        steps, seconds = run.steps[-1]["step"], sum(number(s.get("seconds")) or 0 for s in run.steps)
+        steps = run.steps[-1]["step"]
         planned = number(mapping(run.recipe.get("settled")).get("steps")) or number(run.recipe.get("steps"))
         of = f" of {planned:,.0f}: still training, or stopped" if planned and planned > steps else ""
         decoded = run.series("eval_tau")[1]
         last = f"; highest decoded τ {max(decoded):.2f}" if decoded else ""
-        lines.append(f"{run.name}: {steps:,} steps{of}, {seconds / 60:,.1f} minutes of training{last}.")
+        room, tokens = run.total("room"), run.total("tokens")
+        packed = f"; {tokens / room:.0%} of the room in rows is used" if room else ""
+        packed += f", {run.total('supervised') / tokens:.0%} of the tokens are supervised" if tokens else ""
+        lines.append(f"{run.name}: {steps:,} steps{of}, {run.total('seconds') / 60:,.1f} minutes{last}{packed}.")
     return lines
 
 
@@ -206,23 +210,24 @@ def served(records: Sequence[EvalRecord]) -> Table | None:
 
 def samples(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
     """Answers in pieces with their proposer: one of each record in turn."""
-    turns = itertools.zip_longest(*([(r, s) for s in _samples_of(r)] for r in records))
-    found = [each for turn in turns for each in turn if each]
-    return [
-        {"label": r.label, "prompt": printable(s["prompt"]), "drafted": _drafted_share(s["pieces"]),
-         "pieces": [(printable(text), by) for text, by in s["pieces"]]}
-        for r, s in found[:SHOWN_SAMPLES]
-    ]  # fmt: skip
+    turns = itertools.zip_longest(*(filter(None, map(_sample, _listed(r.fields.get("samples")))) for r in records))
+    labels = [r.label for r in records]
+    found = [{"label": label, **s} for turn in turns for label, s in zip(labels, turn, strict=True) if s]
+    return found[:SHOWN_SAMPLES]
 
 
-def printable(text: str) -> str:
-    """The text with a visible symbol for each control character but newline and tab, and for those that change the
-    direction of text."""
-    return "".join(
-        c if c in "\n\t" or c.isprintable() or (c.isspace() and ord(c) > 0x1F and ord(c) != 0x85)
-        else chr(0x2400 + ord(c)) if ord(c) < 0x20 else "␡" if ord(c) == 0x7F else "\N{REPLACEMENT CHARACTER}"
-        for c in text
-    )  # fmt: skip
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _sample(value: Any) -> dict[str, Any] | None:
+    """The prompt, the pieces and the drafted share of an answer; None if it is not a sample."""
+    try:
+        pieces = [(escaped(text, keep="\n\t"), int(proposer)) for text, proposer in value["pieces"]]
+        drafted = sum(proposer > 0 for _, proposer in pieces) / max(len(pieces), 1)
+        return {"prompt": escaped(value["prompt"], keep="\n\t"), "pieces": pieces, "drafted": f"{drafted:.0%}"}
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def vocabulary(run: Run) -> dict[str, Any] | None:
@@ -233,8 +238,8 @@ def vocabulary(run: Run) -> dict[str, Any] | None:
         return None
     missing = v.get("missing")
     words = [
-        (printable(str(m["text"])).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣"), f"{count:,.0f}")
-        for m in (missing if isinstance(missing, list) else ())
+        (escaped(str(m["text"]), keep="\n\t").replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣"), f"{count:,.0f}")
+        for m in _listed(missing)
         if isinstance(m, dict) and "text" in m and (count := number(m.get("count"))) is not None
     ]
     size, target_size = number(v.get("size")), number(v.get("target_size"))
@@ -276,29 +281,6 @@ def _option(value: Any) -> str:
 
 def _span(found: tuple[float, float] | None, unit: str = "") -> str:
     return f"{found[0]:.2f} to {found[1]:.2f}{unit}" if found else ""
-
-
-def _one_per_source(records: Sequence[EvalRecord]) -> list[EvalRecord]:
-    return list({r.source: r for r in reversed(records)}.values())[::-1]
-
-
-def _samples_of(record: EvalRecord) -> list[dict[str, Any]]:
-    found = record.fields.get("samples")
-    return [s for s in found if _is_sample(s)] if isinstance(found, list) else []
-
-
-def _is_sample(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        return False
-    pieces = value.get("pieces")
-    return isinstance(pieces, list) and all(
-        isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) and isinstance(p[1], int) and p[1] >= 0
-        for p in pieces
-    )
-
-
-def _drafted_share(pieces: Sequence[Sequence[Any]]) -> str:
-    return f"{sum(by > 0 for _, by in pieces) / max(len(pieces), 1):.0%}"
 
 
 def report_record(record: dict[str, Any], out: str) -> None:

@@ -20,12 +20,11 @@ METRICS = {  # of every step of a run
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: the metrics of its steps, its options as text and by name, and its summary (maybe empty)."""
+    """A training run: the metrics of its steps, its options by name, and its summary (maybe empty)."""
 
     name: str
     path: Path
     steps: list[dict[str, Any]]
-    recipe_text: str
     recipe: dict[str, Any]
     summary: dict[str, Any]
 
@@ -33,6 +32,10 @@ class Run:
         """The steps that have the number `key`, and these numbers."""
         found = [(int(s["step"]), number(s.get(key))) for s in self.steps]
         return [step for step, y in found if y is not None], [y for _, y in found if y is not None]
+
+    def total(self, key: str) -> float:
+        """The sum of the number `key` over the steps."""
+        return sum(self.series(key)[1])
 
     def columns(self, key: str) -> tuple[list[int], list[list[float]]]:
         """The steps that have a list of numbers as `key`, all of the length in the last step, and these lists."""
@@ -64,10 +67,8 @@ class EvalRecord:
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """The requests; none if they are not recorded or incomplete."""
         found = self.fields.get("requests")
-        valid = isinstance(found, list) and all(_is_request(r) for r in found)
-        return found if valid else []
+        return found if isinstance(found, list) else []
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,10 @@ def read_run(path: Path, notes: list[str]) -> Run:
         else:
             bad += 1
     if bad:
-        lines = "line of it is" if bad == 1 else "lines of it are"
-        notes.append(
-            f"{metrics}: {bad} {lines} incomplete and left out. A run that is still training may be writing it."
-        )
-    text = _text(recipe) if recipe.exists() else ""
+        notes.append(f"{metrics}: {bad} incomplete lines are left out. A run that still trains may be writing one.")
+    options = _options(_text(recipe)) if recipe.exists() else {}
     found = _parsed(_text(path / "summary.json")) if (path / "summary.json").exists() else {}
-    return Run(path.resolve().name, path, steps, text, _options(text), found if isinstance(found, dict) else {})
+    return Run(path.resolve().name, path, steps, options, mapping(found))
 
 
 def read_records(path: Path) -> list[EvalRecord]:
@@ -174,18 +172,6 @@ def numbers_or_none(value: Any) -> list[float | None]:
 def mapping(value: Any) -> dict[str, Any]:
     """An object with its entries, or an empty one."""
     return value if isinstance(value, dict) else {}
-
-
-def _is_request(value: Any) -> bool:
-    keys = ("tokens", "rounds", "committed")
-    return (
-        isinstance(value, dict)
-        and all(number(value.get(k)) is not None for k in keys)
-        and all(
-            isinstance(value.get(k), list) and len(numbers(value[k])) == len(value[k]) for k in ("reached", "passed")
-        )
-        and len(value["reached"]) == len(value["passed"])
-    )
 
 
 def _text(path: Path) -> str:
