@@ -26,7 +26,7 @@ from fledge.drafts.weights import save_draft
 from fledge.io.display import ProgressDisplay, ResultPrinter
 from fledge.measure import record as record_module
 from fledge.measure import run as eval_run
-from fledge.measure.metrics import speedup_interval, tau_interval
+from fledge.measure.intervals import speedup_interval, tau_interval
 from fledge.measure.prompts import EvalPrompt
 from fledge.measure.record import record_text
 from fledge.measure.run import EvaluationStopped, evaluate

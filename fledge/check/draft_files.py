@@ -70,12 +70,9 @@ ENGINE_FIELDS = (
     ("num_aux_hidden_states", 3, "vLLM expects so many hidden states in fc (three without the field), and fails"),
     ("eagle_config.layer_ids", None, "vLLM 0.33 then reads these hidden states of the target"),
 )
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-COMPARED = tuple(
-    f.name
-    for f in fields(DraftConfig)
-    if f.name not in ("provenance", "aux_layers", "max_position_embeddings", *SPECIAL_TOKENS)
-)
+NOT_COMPARED = (
+    "provenance", "aux_layers", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -209,8 +206,8 @@ def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Seq
             symptom = "an engine that converts the values without the scales of a quantization computes something else"
             cure = f"{COPY}, in one of {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOATS)}"
         found.append(Finding("weights", problem, symptom, cure))
-    readable = ((n, x) for n, x in draft.tensors.items() if x.dtype in FLOATS)
-    found += [Finding("weights", text, "no token of the draft is accepted", COPY) for text in find_damage(readable)]
+    damage = find_damage((name, x) for name, x in draft.tensors.items() if x.dtype in FLOATS)
+    found += [Finding("weights", text, "no token of the draft is accepted", COPY) for text in damage]
     return found
 
 
@@ -373,8 +370,8 @@ def changed_fields(config: DraftConfig, record: ProbeRecord) -> list[tuple[str, 
     before = record.draft_config
     return [
         (name, *_shown(name, getattr(config, name), getattr(before, name)))
-        for name in COMPARED
-        if getattr(config, name) != getattr(before, name)
+        for name in (f.name for f in fields(DraftConfig))
+        if name not in NOT_COMPARED and getattr(config, name) != getattr(before, name)
     ]
 
 

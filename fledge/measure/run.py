@@ -19,6 +19,7 @@ from fledge.decode.proposers import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
 from fledge.measure import metrics
+from fledge.measure.intervals import speedup_interval, tau_interval
 from fledge.measure.prompts import EvalPrompt, conversation, spread
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
@@ -113,14 +114,14 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     share = metrics.paused([c.trace for c in with_draft])
     return {
         "tau": metrics.tau([c.trace for c in with_draft]),
-        "tau_interval": metrics.tau_interval(requests),
+        "tau_interval": tau_interval(requests),
         "paused": share,
         "pause_reason": engine.chooser.reason if engine.chooser is not None and share else "",
         "alpha": metrics.alpha([c.trace for c in with_draft]),
         "tokens_per_s": fast,
         "baseline_tokens_per_s": slow,
         "speedup": fast / slow,
-        "speedup_interval": metrics.speedup_interval(requests),
+        "speedup_interval": speedup_interval(requests),
         "identical": len(ids) - len(differing) if promised else None,
         "near_ties": ties if promised else None,
         "different": len(differing) - ties if promised else None,

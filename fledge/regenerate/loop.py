@@ -294,6 +294,9 @@ class AnswersFile:
 
     def __init__(self, path: Path, headers: Sequence[dict[str, str]]):
         self.path, self.headers = path, headers
+        self._foreign = (
+            f"{path} already exists and was not made from this --data with these options; choose another --out"
+        )
         self.done: set[int] = set()
         self._places: dict[int, tuple[int, int]] = {}  # start and length of each row in the file
         self._read()
@@ -309,7 +312,7 @@ class AnswersFile:
                 if not line.endswith(b"\n"):
                     if not self._begins_row(line):
                         raise ValueError(
-                            f"{self.foreign}. If {self.path} is an unfinished file of this command, remove its last "
+                            f"{self._foreign}. If {self.path} is an unfinished file of this command, remove its last "
                             "line, which is incomplete"
                         )
                     break
@@ -317,7 +320,7 @@ class AnswersFile:
                     row = parse_json(line)
                     index = indices.pop((row["source"], row["asked"]))
                 except (ValueError, KeyError, TypeError) as e:
-                    raise ValueError(self.foreign) from e
+                    raise ValueError(self._foreign) from e
                 self.done.add(index)
                 self._places[index] = end, len(line)
                 end += len(line)
@@ -328,11 +331,6 @@ class AnswersFile:
         """Whether an incomplete line begins with a whole header, or follows complete rows and may be a part of one."""
         starts = (json.dumps(header, ensure_ascii=False)[:-1].encode() for header in self.headers)
         return any(line.startswith(start) or (self.done and start.startswith(line)) for start in starts)
-
-    @property
-    def foreign(self) -> str:
-        """The message for a file that does not belong to the headers."""
-        return f"{self.path} already exists and was not made from this --data with these options; choose another --out"
 
     def __enter__(self) -> AnswersFile:
         self._file: FileIO = self.path.open("ab", buffering=0)

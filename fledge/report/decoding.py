@@ -72,7 +72,7 @@ def alpha(records: Sequence[EvalRecord]) -> Figure:
 
 def _intervals(record: EvalRecord, count: int) -> Sequence[Any]:
     """The intervals of `count` positions; None for each if the requests do not tell."""
-    from fledge.measure.metrics import alpha_intervals
+    from fledge.measure.intervals import alpha_intervals
 
     try:
         spans = alpha_intervals(record.requests)
@@ -139,5 +139,4 @@ def _row_label(record: EvalRecord) -> str:
 
 def prompt_set(record: EvalRecord) -> str:
     """The name of a record's prompts; empty if it is not recorded."""
-    name = record.fields.get("prompt_set")
-    return name if isinstance(name, str) else ""
+    return str(record.fields.get("prompt_set") or "")

@@ -80,8 +80,7 @@ def title(material: Material) -> str:
     targets = {str(x) for run in material.runs if (x := run.summary.get("target") or run.recipe.get("target"))}
     targets |= {str(x) for r in material.records if (x := r.fields.get("target"))}
     names = {Path(t).name for t in targets}
-    about = f"Drafts for {names.pop()}" if len(names) == 1 else "Drafts"
-    return about if len(material.runs) + len(material.records) > 1 else about.replace("Drafts", "A draft", 1)
+    return f"Drafts for {names.pop()}" if len(names) == 1 else "Drafts"
 
 
 def headline(r: EvalRecord) -> dict[str, Any]:
