@@ -360,7 +360,11 @@ def test_no_input_ends_in_a_traceback(name: str, made: Path, fledge, monkeypatch
     """The exit status is 0, 1 or 2, and the message has bounded length, no control characters and no traceback."""
     given_input = INPUTS[name]
     monkeypatch.setattr("fledge.data.template.RENDER_SECONDS", 0.5)
-    for limit, value in (("data.rows.LONGEST", 2**18), ("data.rows.LONGEST_TEXT", 2**18), ("http.MOST_BYTES", 2**20)):
+    for limit, value in (
+        ("data.rows.LONGEST", 2**18),
+        ("data.rows.LONGEST_TEXT", 2**18),
+        ("io.http.MOST_BYTES", 2**20),
+    ):
         monkeypatch.setattr(f"fledge.{limit}", value)
     for delay in ("FIRST_DELAY", "LAST_DELAY"):
         monkeypatch.setattr(f"fledge.io.http.{delay}", 0.001)
