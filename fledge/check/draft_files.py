@@ -24,26 +24,11 @@ from fledge.drafts.weights import (
     tensor_problems,
     vocabulary_sha256,
 )
-from fledge.engines.layers import PLACES, layers_read, value_at
-from fledge.engines.support import FIELD_SYMPTOMS, TITLES
-from fledge.io.fields import format_value, read_json, shortened
 from fledge.engines.support import PLACES, TITLES, layers_read, value_at
-from fledge.io.deviations import Deviation, deviations
-from fledge.io.fields import format_value, shortened
+from fledge.io.fields import format_value, read_json, shortened
 from fledge.io.files import read_consistent
 from fledge.io.formats import Deviation, deviations, flat_config, is_speculators, to_engine
 from fledge.io.hub import draft_directory
-from fledge.io.tensors import (
-    read_tensors,
-    stray_readers,
-    stray_symptom,
-    stray_weights,
-    to_draft_names,
-    weights_file,
-)
-from fledge.io.json_text import read_json
-from fledge.io.layer_ids import to_engine
-from fledge.io.speculators import flat_config, is_speculators
 from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, to_draft_names, weights_file
 from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.interface import UNLIMITED, Target

@@ -8,21 +8,7 @@ from typing import Any
 
 import torch
 
-from fledge.check.probe import (
-    CONTEXT,
-    Excerpt,
-    ProbeDecoding,
-    ProbeRecord,
-    decode,
-    excerpt_range,
-    first_supervised,
-    probe_files,
-    render_chats,
-    rounded_copy,
-    spacings,
-)
 from fledge.check import probe
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document
 from fledge.data.pack import Rows, make_row
 from fledge.drafts.draft import Draft

@@ -24,8 +24,7 @@ from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import build_draft, config_json
-from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, integer, list_of, non_negative, read_json
-from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, first_line, integer, list_of, non_negative
+from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, first_line, integer, list_of, non_negative, read_json
 from fledge.io.hub import draft_directory
 from fledge.measure.metrics import committed_per_round
 from fledge.states.layout import PRECISIONS

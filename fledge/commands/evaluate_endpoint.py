@@ -21,8 +21,6 @@ from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.io.http import key_in, root_of
 from fledge.io.machine import restoring_signals
-from fledge.measure.endpoint import TOLERANCE, Measurement, causes, identical, measure, mismatch_sentence
-from fledge.io.signals import restoring_signals
 from fledge.measure.endpoint import (
     TOLERANCE,
     Measurement,

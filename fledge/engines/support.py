@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fledge.config import DraftConfig, engine_layers
-from fledge.io.formats import CLASSES
-from fledge.io.layer_ids import from_engine
-from fledge.io.speculators import CLASSES
+from fledge.io.formats import CLASSES, from_engine
 
 ENGINES = ("vllm", "sglang", "safeailab", "speculators")
 SERVERS = ("vllm", "sglang")  # those that serve drafts as they are

@@ -11,9 +11,8 @@ from typing import Any
 from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record, parse_record
 from fledge.data.sources import COMPRESSED, Source, is_preset
-from fledge.io.hub import quiet_hub
-from fledge.data.sources import COMPRESSED, Source
 from fledge.io.fields import first_line
+from fledge.io.hub import quiet_hub
 
 DEFAULT_PROMPTS = 80  # of a set without a limit, as in the evaluations of the EAGLE papers
 

@@ -13,9 +13,7 @@ import torch
 from fledge.data.answering import history_message
 from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.request import Prompt
-from fledge.decode.prompt import Prompt
-from fledge.decode.proposers import AttributedText
+from fledge.decode.request import AttributedText, Prompt
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
 from fledge.measure import metrics

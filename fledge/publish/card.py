@@ -25,10 +25,9 @@ from fledge.data.sources import Source
 from fledge.drafts.weights import DraftFiles, draft_sha256
 from fledge.engines.command import Serving, engine_command, trained_depth
 from fledge.engines.export import needs_export
-from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
-from fledge.io.fields import read_json
 from fledge.engines.support import ENGINES, SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.display import escaped
+from fledge.io.fields import read_json
 from fledge.io.files import replace_text
 from fledge.io.hub import cached_commit, hub_id
 from fledge.io.machine import environment

@@ -17,9 +17,9 @@ from fledge.data.answering import answered_conversation, count_answers, split_co
 from fledge.data.record import Record
 from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer
+from fledge.io.fields import parse_json
 from fledge.io.files import replace_file
 from fledge.io.http import BadRequest, ServerProblem
-from fledge.io.json_text import parse_json
 from fledge.regenerate.answerers import Answerer, OwnEngine, Question, ServedModel
 from fledge.regenerate.check import ENOUGH, REWRITTEN, UNKNOWN, AnswerCheck, Turn, chat_turn, compare
 
