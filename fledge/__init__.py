@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fledge.commands.python import TrainedDraft, train_draft
+    from fledge.commands.train import TrainedDraft, train_draft
     from fledge.decode.engine import Engine, load
     from fledge.decode.request import Completion, Request
     from fledge.targets.interface import Target
@@ -42,11 +42,11 @@ _MODULES = {
     "Request": "fledge.decode.request",
     "Sampling": "fledge.types",
     "Target": "fledge.targets.interface",
-    "TrainedDraft": "fledge.commands.python",
+    "TrainedDraft": "fledge.commands.train",
     "TreeShape": "fledge.types",
     "load": "fledge.decode.engine",
     "load_target": "fledge.targets.loading",
-    "train_draft": "fledge.commands.python",
+    "train_draft": "fledge.commands.train",
 }
 
 

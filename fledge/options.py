@@ -178,48 +178,12 @@ def trust_remote_code_option() -> Any:
     return opt("run the Python code in the target's files (auto_map); read that code first", False)
 
 
-def data_cache_option() -> Any:
-    """The --data-cache option of the commands that read training data."""
-    return opt(
-        "directory that keeps the tokenized data for later runs (default: $FLEDGE_CACHE, or fledge in the user's cache "
-        "directory)", None
-    )  # fmt: skip
-
-
 def columns_option() -> Any:
     """The --columns option of the commands that read data."""
     return opt(
         "names of the data's columns, as NAME=COLUMN,.., e.g. messages=dialog or prompt=ask,completion=reply; for "
         "sources without columns of their own (docs/data.md)", None
     )  # fmt: skip
-
-
-def data_workers_option() -> Any:
-    """The --data-workers option of the commands that read training data."""
-    return opt(
-        "number of processes that tokenize the data; 1 starts no other process (default: as many as cores, at most 32; "
-        "1 for small data)", None, minimum=1, maximum=1024,
-    )  # fmt: skip
-
-
-def features_from_option() -> Any:
-    """The --features-from option of the commands that need the target's hidden states."""
-    return opt(
-        "take the target's hidden states from vLLM, which computes them instead of this command: the address of a "
-        "server, e.g. http://localhost:8000, or a directory of files that it wrote (docs/hidden-states.md)", None
-    )  # fmt: skip
-
-
-def features_layers_option() -> Any:
-    """The --features-layers option of the commands with --features-from."""
-    return opt(
-        "all layers that this vLLM captures, e.g. 2,16,29,32 (default: those that are read, and n of n layers)", None
-    )
-
-
-def features_map_option() -> Any:
-    """The --features-map option of the commands with --features-from."""
-    return opt("THERE=HERE, the paths of this vLLM's directory on its machine and here (default: the same path)", None)
 
 
 SERVER_OPTIONS = ("model", "api_key_env", "request_timeout")

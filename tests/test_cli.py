@@ -29,6 +29,8 @@ from fledge.regenerate.answerers import OwnEngine
 from fledge.targets.loading import load_target
 from fledge.targets.parts import ModelTarget
 from fledge.train.setup import schedule
+from fledge.targets.transformers import TransformersTarget
+from fledge.train.setup import run as run_setup
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
 from support.commands import Ran, kill_as_it_writes
@@ -518,8 +520,8 @@ def test_init_from_keeps_the_depth_and_reports_the_coverage(made, draft, fledge,
 
 def test_noise_and_dropping_are_applied_and_repeatable(made, fledge, tmp_path, monkeypatch):
     """EAGLE-1's noise changes the loss, P-EAGLE's depths have equal weights, and both repeat with the same seed."""
-    planned, schedules = schedule.make_schedule, []
-    monkeypatch.setattr(schedule, "make_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
+    planned, schedules = run_setup.make_schedule, []
+    monkeypatch.setattr(run_setup, "make_schedule", lambda *given: schedules.append(planned(*given)) or schedules[-1])
 
     def losses(name: str, *flags: object) -> list[float]:
         went = fledge("train", "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / name,

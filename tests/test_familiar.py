@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fledge import familiar
-from fledge.commands.python import _options
+from fledge.commands.train import _options
 from fledge.familiar import ALIASES, VALUES, aliases_of
 from fledge.io.fields import DTYPES, parse_dtype
 from fledge.options import flag_of, option_fields

@@ -21,6 +21,10 @@ from fledge.train.objective import simulate_decoding, ttt
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup import implementation
 from fledge.train.setup.implementation import trial_message
+from fledge.train.objective import Implementation, Objective, ttt
+from fledge.train.setup import run
+from fledge.train.setup.run import trial_message
+from fledge.train.simulate import simulate_decoding
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
@@ -310,7 +314,7 @@ def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytes
         said.append(taken)
         return ways, taken
 
-    monkeypatch.setattr(implementation, "choose", chosen)
+    monkeypatch.setattr(run, "choose", chosen)
     cases = (1024, "keep", 1), (1024, "recompute", 2), (3000, "keep", 1), (8192, "keep", 2)
     for slots, activations, rows in cases:
         out = tmp_path / f"run-{slots}-{activations}"

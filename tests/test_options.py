@@ -92,8 +92,8 @@ def test_an_option_without_effect_is_refused_even_with_its_default_value(command
 )
 def test_options_with_effect_are_accepted(command, given, fledge, monkeypatch):
     took = []
-    module = "fledge.commands.train" if command == "train" else OPTIONS[command].__module__
-    monkeypatch.setattr(f"{module}.run", lambda options, *_: took.append(options) or {})
+    module = {"eval": "evaluate"}.get(command, command)
+    monkeypatch.setattr(f"fledge.commands.{module}.run", lambda options, *_: took.append(options) or {})
     monkeypatch.setattr("fledge.commands.evaluate.print_table", lambda *_: None)
     fledge(command, *SOME[command], *given.split())
     assert len(took) == 1
@@ -126,8 +126,9 @@ ROOT = Path(package.__file__).parent
 COMMON = tuple(c for c in OPTIONS if c != "demo")  # which has few options of its own, and runs other commands
 READERS = {  # the commands that print a module's messages; all commands for other modules
     **{f"{OPTIONS[c].__module__.removeprefix('fledge.').replace('.', '/')}.py": (c,) for c in OPTIONS},
-    "options.py": ("generate", "eval"),  # except for messages about options that every command has
+    "commands/decoding.py": ("generate", "eval"),
     "commands/train.py": ("train",),
+    "commands/regenerate.py": ("regenerate",),
     **{file.relative_to(ROOT).as_posix(): ("train",) for file in (ROOT / "train").rglob("*.py")},
     "measure/evaluator.py": ("train",),
     "check/make_probe.py": ("train",),

@@ -11,6 +11,8 @@ import torch
 
 from fledge.train import memory, trainer
 from fledge.train.setup import implementation
+from fledge.train import memory, prefetch, trainer
+from fledge.train.setup import run
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
@@ -108,9 +110,9 @@ def test_the_trainer_frees_features(fledge, tmp_path, monkeypatch: pytest.Monkey
             yield row, given.pop()
 
     monkeypatch.setattr(trainer, "with_features", watched)
-    chosen = implementation.choose_implementation
+    chosen = run.choose_implementation
     prefetching = lambda *given: replace(chosen(*given), prefetch=True)  # noqa: E731
-    monkeypatch.setattr(implementation, "choose_implementation", prefetching)
+    monkeypatch.setattr(run, "choose_implementation", prefetching)
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 40)
     words = "--out", tmp_path / "run", "--steps", 2, "--rows-per-step", 2, "--max-length", 128, "--eval-tokens", 1
     ran: Ran = fledge("train", "--target", target, "--data", chats, *words)

@@ -18,9 +18,8 @@ from fledge.drafts import weights
 from fledge.train.plan import DropTokens
 from fledge.train.setup import recipe as recipes
 from fledge.train.setup.options import TrainOptions
-from fledge.train.setup.plain_yaml import read_yaml, write_yaml
 from fledge.train.setup.recipe import NewDraft, resolve
-from fledge.train.setup.recipe_file import with_config
+from fledge.train.setup.recipe_file import read_yaml, with_config, write_yaml
 from support.chats import tiny_chats
 from support.runs import recipe_of
 from support.targets import tiny_draft, tiny_target, tiny_target_directory

@@ -37,8 +37,7 @@ from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.setup.recipe import ServedRecipe
-from fledge.train.setup.served import open_served_features
-from fledge.train.setup.target import target_fingerprint
+from fledge.train.setup.target import open_served_features, target_fingerprint
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran

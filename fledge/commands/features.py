@@ -136,9 +136,15 @@ def _prepare(
     from fledge.io.machine import resolve_device
     from fledge.targets.compatibility import resolve_layers
     from fledge.train.setup.data import read_data
-    from fledge.train.setup.recipe import DataRecipe, layer_ids, served_recipe
-    from fledge.train.setup.served import open_served_features, open_served_target
-    from fledge.train.setup.target import check_length, live_features, open_target, set_up_process
+    from fledge.train.setup.recipe import data_recipe, layer_ids, served_recipe
+    from fledge.train.setup.target import (
+        check_length,
+        live_features,
+        open_served_features,
+        open_served_target,
+        open_target,
+        set_up_process,
+    )
 
     device, kwargs = resolve_device(options.device), parse_template_kwargs(options.template_kwargs)
     parse_dtype(options.dtype)
@@ -146,11 +152,7 @@ def _prepare(
     if layers == () and not options.all_final_states:
         raise ValueError("--aux-layers none needs --all-final-states: EAGLE-1 reads the final states of all tokens")
     set_up_process(device)
-    sources = with_columns(options.data, options.columns)
-    data = DataRecipe(
-        tuple(sources), kwargs, options.skip_bad, options.max_length, row_length=None, cache=options.data_cache,
-        workers=options.data_workers, modes=modes_of(options.data, kwargs),
-    )  # fmt: skip
+    data = data_recipe(options, kwargs)
     served = served_recipe(options)
     target = open_served_target(options, data, device) if served else open_target(options, data, device)
     layers, length = resolve_layers(layers, target), min(data.longest, target.context)

@@ -1,14 +1,20 @@
-"""`fledge train`: trains a draft for a target on chats or plain text."""
+"""`fledge train` and `fledge.train_draft`: train a draft for a target on chats or plain text."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import replace
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge.data.sources import Source
+from fledge.familiar import replace_aliases
+from fledge.options import names_of
 from fledge.train.setup.launch import restarted_options, run_ranks
-from fledge.train.setup.options import TrainOptions
+from fledge.train.setup.options import OUT, TrainOptions
 
 if TYPE_CHECKING:
     from fledge.train.checkpoint import RunDirectory
@@ -55,13 +61,18 @@ def _train(
     from fledge.report.page import report_run
     from fledge.states.vllm_source import VllmFeatures
     from fledge.train.setup.data import check_files, make_rows, training_data
+    from fledge.states.vllm.source import VllmFeatures
+    from fledge.train.setup.data import check_files, make_rows, summarize, training_data
     from fledge.train.setup.draft import check_shape, make_draft
-    from fledge.train.setup.implementation import choose_implementation
-    from fledge.train.setup.recipe_file import check_settled, recipe_text
-    from fledge.train.setup.run import SAVE_DTYPE, TrainingRun, check_disk, run_training
-    from fledge.train.setup.schedule import make_schedule
-    from fledge.train.setup.settle import settle
-    from fledge.train.setup.summary import summarize
+    from fledge.train.setup.recipe_file import check_settled, recipe_text, settle
+    from fledge.train.setup.run import (
+        SAVE_DTYPE,
+        TrainingRun,
+        check_disk,
+        choose_implementation,
+        make_schedule,
+        run_training,
+    )
     from fledge.train.setup.target import prepare_shared_target
 
     with ranks.together("while target and data were loaded"):
@@ -99,3 +110,80 @@ def _train(
         resumed=recorded is not None, ranks=ranks,
     )  # fmt: skip
     return run_training(training, say, progress)
+
+
+_DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # of the named parameters of `train_draft`
+
+
+@dataclass(frozen=True)
+class TrainedDraft:
+    """The result of `train_draft`: the directory of the draft, and the metrics of the last step."""
+
+    draft: Path
+    metrics: dict[str, Any]
+
+
+def train_draft(
+    *,
+    target: str | Path | None = None,
+    data: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]] = (),
+    out: str | Path = OUT,
+    progress: bool = False,
+    **options: Any,
+) -> TrainedDraft:
+    """Trains a draft as `fledge train` does.
+
+    `target` is a directory or hub id, `data` one or several data sources, and `out` the directory of the run. A source
+    with options of its own is a dict, e.g. `{"source": "a.jsonl", "template_kwargs": {"enable_thinking": True}}`.
+    Further keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`;
+    `TrainOptions` lists them, and `fledge train --help` their other names (`model`, `learning_rate`). An option that is
+    None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict.
+    `config="recipe.yaml"` takes options from a file; keywords override it. `resume="run"`, without other options,
+    continues a run that was stopped. With `progress`, messages and a progress bar are printed to standard error;
+    without, nothing is printed. Raises TypeError for an unknown option, ValueError if the options or data are not
+    valid, and KeyboardInterrupt after an interrupted run has saved its checkpoint.
+    """
+    from fledge.io.display import ProgressDisplay
+
+    train_options = _options(target, data, out, options)
+    display = ProgressDisplay(quiet=not progress)
+    metrics = run(train_options, display.say, display)
+    return TrainedDraft(Path(train_options.resume or train_options.out) / "draft", metrics)
+
+
+def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> TrainOptions:
+    """The options as `TrainOptions`. An option counts as given unless it is None or a default of `train_draft`."""
+    named = {"target": target, "data": data, "out": out}
+    named = {name: value for name, value in named.items() if value is not None and value != _DEFAULTS[name]}
+    options = {name: value for name, value in options.items() if value is not None}
+    options = replace_aliases(TrainOptions, named | options, str)
+    known = names_of(TrainOptions)
+    if unknown := options.keys() - set(known):
+        name = min(unknown)
+        near = difflib.get_close_matches(name, known, 1)
+        cure = f"did you mean {near[0]}?" if near else "TrainOptions lists them"
+        raise TypeError(f"{name} is not an option of training; {cure}")
+    target, data, out = (options.get(name, default) for name, default in _DEFAULTS.items())
+    sources = [data] if isinstance(data, str | Path | Mapping) else data
+    if options.get("dry_run"):
+        raise ValueError("dry_run is an option of the command, fledge train --dry-run; leave it out")
+    options |= dict(target=target, data=[_source(source) for source in sources], out=out)
+    if isinstance(kwargs := options.get("template_kwargs"), dict):
+        options["template_kwargs"] = json.dumps(kwargs)
+    if isinstance(layers := options.get("aux_layers"), list | tuple):
+        options["aux_layers"] = ",".join(map(str, layers))
+    options = {name: _text(value) for name, value in options.items()}
+    defaults = _DEFAULTS | {"data": []}
+    given = {name for name, value in options.items() if value != defaults.get(name)}
+    return TrainOptions(**options, given=frozenset(given))
+
+
+def _source(given: str | Path | Mapping[str, Any]) -> str:
+    return str(Source.parse(given)) if isinstance(given, Mapping) else _text(given)
+
+
+def _text(value: Any) -> Any:
+    """A path, or the name of a torch dtype, as a string; other values unchanged."""
+    import torch
+
+    return str(value).removeprefix("torch.") if isinstance(value, Path | torch.dtype) else value

@@ -1,4 +1,5 @@
-"""The data of a training run: training documents packed into rows, and records held out to measure τ."""
+"""The data of a training run: training documents packed into rows, and records held out to measure τ. Also the
+content of the run's summary.json (docs/measuring.md), which describes the data for reports."""
 
 from __future__ import annotations
 
@@ -11,24 +12,36 @@ import torch
 
 from fledge.data.documents import Document, lengths_of
 from fledge.data.pack import Rows
+from fledge import __version__
+from fledge.data.dataset import Rows
+from fledge.data.documents import Document, lengths_of, supervised_of
+from fledge.data.presets import shadowed_presets
 from fledge.data.record import Record
 from fledge.data.sources import shadowed_presets
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, data_files, load_data
 from fledge.io.fields import read_json
 from fledge.io.files import cache_directory
+from fledge.data.vocab import missing_from
+from fledge.drafts.draft import Draft
+from fledge.io.files import cache_directory
+from fledge.io.json_text import read_json
+from fledge.io.machine import command, environment
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.ranks import Ranks
 from fledge.train.setup.recipe import DataRecipe, Recipe
-from fledge.train.setup.target import PlannedTarget
+from fledge.train.setup.target import PreparedTarget
 
 EVAL_RECORDS = 16  # records held out to measure τ
 ROW_BYTES = 4 * 8  # bytes per token of a packed row: token id, span, position and document
+MISSING = 50  # tokens that the draft vocabulary lacks, the most frequent ones
+UNREADABLE = "\ufffd"  # what a tokenizer decodes bytes to that are no whole character
 
 Say = Callable[[str], None]
 
 
 def training_data(
-    recipe: Recipe, prepared: PlannedTarget, say: Say, progress: Any
+    recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any
 ) -> tuple[Sequence[Document], list[Record]]:
     """The documents to train on, and the records held out to measure τ: those of the features on disk, or read from the
     data sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
@@ -86,14 +99,20 @@ def check_files(data: DataRecipe, directory: RunDirectory) -> None:
         )
 
 
-def make_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Document], say: Say) -> Rows:
+def make_rows(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Rows:
     """`pack_rows`. Raises ValueError if the target's hidden states for one row do not fit in memory."""
-    rows = pack_rows(recipe, prepared, documents, say)
-    _check_memory(rows.row_length, prepared)
+    rows, target = pack_rows(recipe, prepared, documents, say), prepared.target
+    row, states, width = rows.row_length, len(prepared.layers) + 1, target.embedding.shape[1]
+    needed, total = row * (ROW_BYTES + states * width * target.dtype.itemsize), total_memory(target.device)
+    if needed > total:
+        raise ValueError(
+            f"--row-length {row:,}: the target's hidden states alone take {needed / 2**30:,.1f} GiB, and the device "
+            f"has {total / 2**30:,.1f} GiB; lower it to about {total * row // (4 * needed):,} or less"
+        )
     return rows
 
 
-def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Document], say: Say) -> Rows:
+def pack_rows(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Rows:
     """The documents packed into rows. A row is no longer than the data."""
     asked = recipe.data.row_length or 2 * prepared.max_length
     tokens = int(lengths_of(documents).sum())
@@ -103,19 +122,44 @@ def pack_rows(recipe: Recipe, prepared: PlannedTarget, documents: Sequence[Docum
     return Rows(documents, row, recipe.options.seed)
 
 
-def _check_memory(row: int, prepared: PlannedTarget) -> None:
-    target = prepared.target
-    states, width = len(prepared.layers) + 1, target.embedding.shape[1]
-    needed, total = row * (ROW_BYTES + states * width * target.dtype.itemsize), total_memory(target.device)
-    if needed > total:
-        raise ValueError(
-            f"--row-length {row:,}: the target's hidden states alone take {needed / 2**30:,.1f} GiB, and the device "
-            f"has {total / 2**30:,.1f} GiB; lower it to about {total * row // (4 * needed):,} or less"
-        )
-
-
 def total_memory(device: torch.device) -> int:
     """Total memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def summarize(
+    recipe: Recipe, prepared: PreparedTarget, draft: Draft, documents: Sequence[Document], ranks: Ranks
+) -> dict[str, Any]:
+    """The summary of a run on `documents`, which have the number of occurrences of each token."""
+    machine = environment(draft.device.type, str(prepared.target.dtype))
+    size = prepared.target.embedding.shape[0]
+    missing = missing_from(draft.target_ids().cpu(), documents, size, MISSING)
+    return {
+        "command": command(),
+        "versions": {"fledge": __version__} | {name: machine[name] for name in ("python", "torch", "transformers")},
+        "environment": machine,
+        "ranks": ranks.total,
+        "target": prepared.target.name,
+        "method": recipe.method.name,
+        "data": {
+            "sources": list(recipe.features.manifest.data if recipe.features else recipe.data.sources),
+            "files": data_files(recipe.data.sources, cache_directory(recipe.data.cache)),
+            "documents": len(documents),
+            "tokens": int(lengths_of(documents).sum()),
+            "supervised": int(supervised_of(documents).sum()),
+        },
+        "vocabulary": {
+            "size": draft.config.draft_vocab_size,
+            "target_size": size,
+            "coverage": draft.config.provenance.coverage,
+            "missing": [{"token": i, "text": _text(prepared.target.tokenizer, i), "count": n} for i, n in missing],
+        },
+    }
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    """The token's text, or its name in the tokenizer if it is a part of a character."""
+    text = tokenizer.decode([token])
+    return str(tokenizer.convert_ids_to_tokens(token)) if UNREADABLE in text or not text else text

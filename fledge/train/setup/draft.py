@@ -16,7 +16,7 @@ from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import load_draft, template_sha256, tokenizer_sha256
 from fledge.targets.compatibility import connect_draft
 from fledge.train.setup.recipe import ExistingDraft, Recipe
-from fledge.train.setup.target import PlannedTarget, PreparedTarget
+from fledge.train.setup.target import PreparedTarget
 
 DRAFT_VOCAB = 32_000  # maximum of the default draft vocabulary size
 
@@ -38,7 +38,7 @@ def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
         _config(recipe, prepared, mask_token=0)
 
 
-def draft_sizes(recipe: Recipe, planned: PlannedTarget) -> Draft:
+def draft_sizes(recipe: Recipe, planned: PreparedTarget) -> Draft:
     """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid."""
     existing = isinstance(recipe.draft, ExistingDraft)
     with torch.device("meta"):
@@ -90,7 +90,7 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
     return draft
 
 
-def _config(recipe: Recipe, prepared: PlannedTarget, mask_token: int | None) -> DraftConfig:
+def _config(recipe: Recipe, prepared: PreparedTarget, mask_token: int | None) -> DraftConfig:
     shape = prepared.target.shape
     return DraftConfig.for_target(
         shape,

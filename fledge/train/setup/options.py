@@ -11,12 +11,7 @@ from fledge.options import (
     Options,
     api_key_env_option,
     columns_option,
-    data_cache_option,
-    data_workers_option,
     dtype_option,
-    features_from_option,
-    features_layers_option,
-    features_map_option,
     names_of,
     opt,
     option_fields,
@@ -59,8 +54,14 @@ class DataOptions(Options):
         "maximum document length in tokens; longer documents are cut into windows (default: 2,048, or the target's "
         "context if that is shorter)", None, minimum=3,
     )  # fmt: skip
-    data_cache: str | None = data_cache_option()
-    data_workers: int | None = data_workers_option()
+    data_cache: str | None = opt(
+        "directory that keeps the tokenized data for later runs (default: $FLEDGE_CACHE, or fledge in the user's cache "
+        "directory)", None
+    )  # fmt: skip
+    data_workers: int | None = opt(
+        "number of processes that tokenize the data; 1 starts no other process (default: as many as cores, at most 32; "
+        "1 for small data)", None, minimum=1, maximum=1024,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +69,16 @@ class ServedOptions(Options):
     """Hidden states that vLLM computes, in place of a target in this process."""
 
     panel: ClassVar[str] = "Hidden states from vLLM"
-    features_from: str | None = features_from_option()
-    features_layers: str | None = features_layers_option()
-    features_map: str | None = features_map_option()
+    features_from: str | None = opt(
+        "take the target's hidden states from vLLM, which computes them instead of this command: the address of a "
+        "server, e.g. http://localhost:8000, or a directory of files that it wrote (docs/hidden-states.md)", None
+    )  # fmt: skip
+    features_layers: str | None = opt(
+        "all layers that this vLLM captures, e.g. 2,16,29,32 (default: those that are read, and n of n layers)", None
+    )
+    features_map: str | None = opt(
+        "THERE=HERE, the paths of this vLLM's directory on its machine and here (default: the same path)", None
+    )
     api_key_env: str = api_key_env_option()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fledge.train.setup.options import (
     FEATURE_OPTIONS,
     SERVED_OPTIONS,
     SWITCHES,
+    DataOptions,
     ObjectiveOptions,
     ServedOptions,
     ShapeOptions,
@@ -40,11 +41,16 @@ DEPTH = 5  # default of --depth
 COD_MIN_RATE = 0.2
 LOGGERS = ("tensorboard", "wandb")
 ACTIVATIONS = ("keep", "recompute", "auto")
-# reasons why an option has no effect, in the form that `Options.refuse` takes
-WITH_STEPS = "with --steps, which sets the length of the training;"
-WITH_FEATURES = "with --features, whose documents are prepared and whose target does not run;"
-WITH_SERVED = "with --features-from, as the target runs in vLLM alone; measure τ afterwards with fledge eval;"
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
+# by option: the options that have no effect beside it, and why, in the form that `Options.refuse` takes
+INEFFECTIVE: dict[str, tuple[tuple[str, ...], str]] = {
+    "steps": (("epochs",), "with --steps, which sets the length of the training;"),
+    "init_from": (names_of(ShapeOptions), WITH_INIT_FROM),
+    "features": (FEATURE_OPTIONS, "with --features, whose documents are prepared and whose target does not run;"),
+    "features_from": (
+        SERVED_OPTIONS, "with --features-from, as the target runs in vLLM alone; measure τ afterwards with fledge eval;"
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,27 +128,6 @@ class Recipe:
         return CHOICES[self.choice].method
 
 
-@dataclass(frozen=True)
-class Settled:
-    """The values of a run that depend on the target, the data and the device; `settled` in recipe.yaml. Lengths are in
-    tokens. `slots` is the number of slots in flight, `mask_token` is None for methods without one, and `data_sha256` is
-    the fingerprint of the training documents."""
-
-    depth: int
-    max_length: int
-    row_length: int
-    eval_tokens: int
-    draft_vocab: int
-    mask_token: int | None
-    steps: int
-    rows_per_step: int
-    lr: float
-    impl: str
-    slots: int
-    activations: str
-    data_sha256: str
-
-
 def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
     """The recipe for these options. Reads no file but the config of the --init-from draft and the manifest of the
     --features. With `imagined`, it is that of a machine with CUDA GPUs, which need not be there.
@@ -154,19 +139,30 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         raise ValueError("give --target and --data, --features, a --config file that sets them, or --resume RUN")
     if options.features and options.features_from:
         raise ValueError("--features names hidden states on disk, and --features-from those of vLLM; give one of them")
-    for name, known in (("optimizer", OPTIMIZERS), ("log", (None, *LOGGERS)), ("activations", ACTIVATIONS)):
-        _check_known(name, getattr(options, name), known)
-    existing, features = _existing(options), _features(options)
-    choice = _choice(options, existing)
-    _check_method_options(options, choice.method)
+    for name, known in (
+        ("optimizer", OPTIMIZERS), ("log", (None, *LOGGERS)), ("activations", ACTIVATIONS), ("loss", KINDS),
+        ("impl", (None, *IMPLS)),
+    ):  # fmt: skip
+        if (value := getattr(options, name)) not in known:
+            raise ValueError(f"{flag_of(name)} {value} is not one of {', '.join(filter(None, known))}")
+    existing = ExistingDraft(options.init_from, read_draft_config(options.init_from)) if options.init_from else None
+    features = FeatureCache.open(options.features) if options.features else None
+    name = options.method or (existing.config.method if existing else "eagle3")
+    choice = _choice(name, existing)
+    reasons = ineffective_options(options.as_dict()) | unsupported_options(choice.method)
+    for why in dict.fromkeys(reasons.values()):
+        options.refuse((option for option, reason in reasons.items() if reason == why), why)
     depth = _depth(options, existing, choice.method)
     data, objective = _data(options, existing, features), _objective(options, choice.method, depth)
-    _check_packages(options)
+    if options.eval_prompts:
+        check_source(options.eval_prompts, "--eval-prompts")
+    if options.log and importlib.util.find_spec(options.log) is None:
+        raise ValueError(f"--log {options.log} needs a package that is not installed: pip install {options.log}")
     device, impl = _device_and_impl(options, imagined)
     target = options.target or features.manifest.target
     return Recipe(
         options=replace(options, target=target, device=device, impl=impl),
-        choice=next(name for name, known in CHOICES.items() if known is choice),
+        choice=name,
         depth=depth,
         data=data,
         features=features,
@@ -176,13 +172,12 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
     )
 
 
-def ineffective_options(options: TrainOptions, method: Method) -> dict[str, str]:
-    """Options that have no effect in combination with the others, with the reasons in the form of `Options.refuse`."""
-    found = dict.fromkeys(["epochs"], WITH_STEPS) if options.steps else {}
-    found |= dict.fromkeys(names_of(ShapeOptions), WITH_INIT_FROM) if options.init_from else {}
-    found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if options.features else {}
-    found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if options.features_from else {}
-    return found | unsupported_options(method)
+def ineffective_options(values: Mapping[str, Any]) -> dict[str, str]:
+    """Options that have no effect beside the options with these values, each with the reason."""
+    found: dict[str, str] = {}
+    for option, (names, why) in INEFFECTIVE.items():
+        found |= dict.fromkeys(names, why) if values.get(option) else {}
+    return found
 
 
 def unsupported_options(method: Method) -> dict[str, str]:
@@ -199,18 +194,6 @@ def find_choice(name: str) -> Choice:
     if name not in CHOICES:
         raise ValueError(f"--method {name} is not one of {', '.join(CHOICES)}")
     return CHOICES[name]
-
-
-def _existing(options: TrainOptions) -> ExistingDraft | None:
-    if options.init_from is None:
-        return None
-    return ExistingDraft(options.init_from, read_draft_config(options.init_from))
-
-
-def _features(options: TrainOptions) -> FeatureCache | None:
-    if options.features is None:
-        return None
-    return FeatureCache.open(options.features)
 
 
 def served_recipe(options: ServedOptions) -> ServedRecipe | None:
@@ -244,9 +227,8 @@ def served_recipe(options: ServedOptions) -> ServedRecipe | None:
     return ServedRecipe(address, layers, mapped, options.api_key_env)
 
 
-def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
-    """The method to train; that of the existing draft, if there is one."""
-    name = options.method or (existing.config.method if existing else "eagle3")
+def _choice(name: str, existing: ExistingDraft | None) -> Choice:
+    """The method of this name. Raises ValueError if the existing draft, if there is one, is of another method."""
     choice = find_choice(name)
     if existing and choice.method.name != existing.config.method:
         raise ValueError(
@@ -258,12 +240,6 @@ def _choice(options: TrainOptions, existing: ExistingDraft | None) -> Choice:
             f"({', '.join(choice.switches)}); leave --method out"
         )
     return choice
-
-
-def _check_method_options(options: TrainOptions, method: Method) -> None:
-    reasons = ineffective_options(options, method)
-    for why in dict.fromkeys(reasons.values()):
-        options.refuse((name for name, reason in reasons.items() if reason == why), why)
 
 
 def _depth(options: TrainOptions, existing: ExistingDraft | None, method: Method) -> int:
@@ -292,19 +268,21 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
     kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and existing:
         kwargs = existing.config.provenance.template_kwargs
-    sources = with_columns(options.data, options.columns)
-    return DataRecipe(
-        tuple(sources), kwargs, options.skip_bad, options.max_length, options.row_length, options.data_cache,
-        options.data_workers, _modes(options.data, kwargs),
-    )  # fmt: skip
+    return data_recipe(options, kwargs, options.row_length)
 
 
-def _modes(data: Sequence[str], kwargs: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
-    """`modes_of` for --data. Raises ValueError for a source that cannot be read."""
+def data_recipe(options: DataOptions, kwargs: dict[str, Any] | None, row_length: int | None = None) -> DataRecipe:
+    """The data that the options name, with these variables of the chat template. Raises ValueError for a source that
+    cannot be read."""
+    sources = tuple(with_columns(options.data, options.columns))
     try:
-        return modes_of(data, kwargs)
+        modes = modes_of(options.data, kwargs)
     except ValueError as e:
         raise ValueError(f"--data {e}") from e
+    return DataRecipe(
+        sources, kwargs, options.skip_bad, options.max_length, row_length, options.data_cache, options.data_workers,
+        modes,
+    )  # fmt: skip
 
 
 def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:
@@ -325,7 +303,6 @@ def layer_ids(text: str | None, flag: str = "--aux-layers") -> tuple[int, ...] |
 
 
 def _objective(options: ObjectiveOptions, method: Method, depth: int) -> Objective:
-    _check_known("loss", options.loss, KINDS)
     rate = method.cod_rate if options.cod_rate is None else options.cod_rate
     min_rate = COD_MIN_RATE if options.cod_min_rate is None else options.cod_min_rate
     return Objective(
@@ -338,17 +315,8 @@ def _objective(options: ObjectiveOptions, method: Method, depth: int) -> Objecti
     )
 
 
-def _check_packages(options: TrainOptions) -> None:
-    if options.eval_prompts:
-        check_source(options.eval_prompts, "--eval-prompts")
-    if options.log and importlib.util.find_spec(options.log) is None:
-        raise ValueError(f"--log {options.log} needs a package that is not installed: pip install {options.log}")
-
-
 def _device_and_impl(options: TrainOptions, imagined: bool) -> tuple[str, str]:
     """The device and the implementation of the training step."""
-    if options.impl is not None:
-        _check_known("impl", options.impl, IMPLS)
     dtype = parse_dtype(options.dtype)
     device = "cuda" if imagined else resolve_device(options.device)
     if device == "cuda" and started_by_torchrun():
@@ -366,8 +334,3 @@ def _device_and_impl(options: TrainOptions, imagined: bool) -> tuple[str, str]:
     if impl != "eager" and str(dtype) == "torch.float64":
         raise ValueError(f"--impl {impl} does not support --dtype float64; use --impl eager")
     return device, impl
-
-
-def _check_known(name: str, value: str | None, known: Iterable[str | None]) -> None:
-    if value not in (known := tuple(known)):
-        raise ValueError(f"{flag_of(name)} {value} is not one of {', '.join(filter(None, known))}")

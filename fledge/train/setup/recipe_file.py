@@ -2,6 +2,10 @@
 
 Its keys are the options of `fledge train` with underscores. `settled` holds the values that were chosen for the target,
 the data and the GPU: --resume reuses them, --config chooses them again.
+
+A recipe is written in a safe subset of YAML: mappings, lists, strings, numbers, true, false and null. Tags, anchors,
+aliases (which let a short file expand to any size), duplicate keys, several documents and files of more than MAX_BYTES
+are refused. Plain scalars follow YAML 1.2: `1e-4` is a number, and `yes` and `12:30` are strings.
 """
 
 from __future__ import annotations
@@ -10,47 +14,37 @@ import contextlib
 import difflib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import yaml
+
 from fledge import __version__
+from fledge.data.dataset import Rows
+from fledge.data.documents import fingerprint
+from fledge.data.read import absolute_source
 from fledge.data.sources import Source
+from fledge.drafts.draft import Draft
 from fledge.familiar import replace_aliases
 from fledge.io.fields import format_value, shortened
 from fledge.io.files import check_output_path
-from fledge.options import (
-    default_of,
-    flag_of,
-    has_type,
-    names_of,
-    option_fields,
-    validation_problem,
-)
+from fledge.options import default_of, flag_of, has_type, option_fields, validation_problem
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.setup.options import (
-    FEATURE_OPTIONS,
-    MACHINE,
-    MOVABLE,
-    NOT_FROM_FILE,
-    SERVED_OPTIONS,
-    ShapeOptions,
-    TrainOptions,
-)
-from fledge.train.setup.plain_yaml import MAX_BYTES, read_yaml, write_yaml
+from fledge.train.setup.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
 from fledge.train.setup.recipe import (
-    WITH_FEATURES,
+    INEFFECTIVE,
     WITH_INIT_FROM,
-    WITH_SERVED,
-    WITH_STEPS,
     Recipe,
-    Settled,
     find_choice,
     ineffective_options,
     resolve,
     unsupported_options,
 )
+from fledge.train.setup.target import PreparedTarget
+from fledge.train.trainer import Schedule
 
 RECIPES = Path(__file__).parents[2] / "recipes"  # the packaged recipes, by name
 HEADER = """\
@@ -68,8 +62,58 @@ RUN_ONLY = ("config", "resume", *MACHINE)  # options of a single command, which 
 RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "rows_per_step", "impl", "slots", "activations")
 VERSION, SETTLED = "fledge_version", "settled"
 DAMAGED = "the file is damaged; start a new run"
+MAX_BYTES = 2**20
+BREAKS = re.compile("[\x85\u2028\u2029]")
+NULL, BOOL, INT, FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
+FLOATS = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.[0-9]+[eE][-+]?[0-9]+)$")
+SCALARS = {
+    NULL: (re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    BOOL: (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    INT: (re.compile(r"[-+]?[0-9]+$"), list("-+0123456789")),
+    FLOAT: (FLOATS, list("-+.0123456789")),
+}
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The values of a run that depend on the target, the data and the device; `settled` in recipe.yaml. Lengths are in
+    tokens. `slots` is the number of slots in flight, `mask_token` is None for methods without one, and `data_sha256` is
+    the fingerprint of the training documents."""
+
+    depth: int
+    max_length: int
+    row_length: int
+    eval_tokens: int
+    draft_vocab: int
+    mask_token: int | None
+    steps: int
+    rows_per_step: int
+    lr: float
+    impl: str
+    slots: int
+    activations: str
+    data_sha256: str
+
+
+def settle(recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, schedule: Schedule) -> Settled:
+    implementation = schedule.implementation
+    return Settled(
+        depth=recipe.depth,
+        max_length=prepared.max_length,
+        row_length=rows.row_length,
+        eval_tokens=prepared.eval_tokens,
+        draft_vocab=draft.config.draft_vocab_size,
+        mask_token=draft.config.mask_token_id,
+        steps=schedule.steps,
+        rows_per_step=schedule.rows_per_step,
+        lr=schedule.lr,
+        impl=implementation.attention,
+        slots=implementation.slots,
+        activations="recompute" if implementation.recompute else "keep",
+        data_sha256=fingerprint(rows.documents),
+    )
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -78,27 +122,19 @@ Say = Callable[[str], None]
 def recipe_text(options: TrainOptions, settled: Settled) -> str:
     """The text of recipe.yaml: all options that have a value and an effect, then the settled values. `options.method`
     must not be None."""
-    settled_values = {name: value for name, value in asdict(settled).items() if value is not None}
-    return HEADER + write_yaml(
-        {VERSION: __version__, **_recipe_values(_with_absolute_paths(options)), SETTLED: settled_values}
-    )
-
-
-def _recipe_values(options: TrainOptions) -> dict[str, Any]:
-    choice = find_choice(options.method)
-    omitted = {*RUN_ONLY, "out", *choice.switches, *ineffective_options(options, choice.method)}
-    values = {k: v for k, v in options.as_dict().items() if v is not None and k not in omitted}
+    given, choice = _with_absolute_paths(options).as_dict(), find_choice(options.method)
+    omitted = {*RUN_ONLY, "out", *choice.switches, *ineffective_options(given), *unsupported_options(choice.method)}
+    values = {k: v for k, v in given.items() if v is not None and k not in omitted}
     if "template_kwargs" in values:
         values["template_kwargs"] = json.loads(values["template_kwargs"])
     if "data" in values:
         values["data"] = [Source.parse(source).as_option() for source in values["data"]]
-    return values
+    settled_values = {name: value for name, value in asdict(settled).items() if value is not None}
+    return HEADER + write_yaml({VERSION: __version__, **values, SETTLED: settled_values})
 
 
 def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
     """The options with absolute paths, so that they are valid in any current directory."""
-    from fledge.data.read import absolute_source
-
     paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache", "features", "features_from")}
     existing = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
     if options.features_map:
@@ -147,12 +183,10 @@ def naming_config_file(options: TrainOptions) -> Iterator[None]:
 
 def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     """Options whose values in the file are ignored because of a given flag, each with the reason."""
-    found = dict.fromkeys(["epochs"], WITH_STEPS) if "steps" in given else {}
-    found |= dict.fromkeys(["steps"], "with --epochs;") if "epochs" in given else {}
-    found |= dict.fromkeys(["method", *names_of(ShapeOptions)], WITH_INIT_FROM) if "init_from" in given else {}
-    found |= dict.fromkeys(FEATURE_OPTIONS, WITH_FEATURES) if given.get("features") else {}
-    found |= dict.fromkeys(SERVED_OPTIONS, WITH_SERVED) if given.get("features_from") else {}
-    return found | (unsupported_options(find_choice(given["method"]).method) if "method" in given else {})
+    found = {"steps": "with --epochs;"} if "epochs" in given else {}
+    found |= {"method": WITH_INIT_FROM} if "init_from" in given else {}
+    unsupported = unsupported_options(find_choice(given["method"]).method) if "method" in given else {}
+    return found | ineffective_options(given) | unsupported
 
 
 def _without_command_line_options(values: dict[str, Any], file: Path, say: Say) -> dict[str, Any]:
@@ -192,11 +226,9 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
                 "out"
             )
         values |= moved
-    for source, names, reason in (
-        ("features", FEATURE_OPTIONS, WITH_FEATURES), ("features_from", SERVED_OPTIONS, WITH_SERVED),
-    ):  # fmt: skip
-        if values.get(source):
-            asked.refuse([name for name in names if name in MACHINE and getattr(asked, name)], reason)
+    for option, (names, why) in INEFFECTIVE.items():
+        if values.get(option):
+            asked.refuse([name for name in names if name in MACHINE and getattr(asked, name)], why)
     values["out"] = asked.resume
     try:
         return TrainOptions(**values, given=frozenset()), settled
@@ -315,8 +347,82 @@ def _as_option(name: str, value: Any) -> Any:
     return json.dumps(value) if name == "template_kwargs" and isinstance(value, dict) else value
 
 
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own attribute)
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise ValueError(f"line {line}: anchors (&) and aliases (*) are not allowed; repeat the value")
+        if event.tag is not None:
+            raise ValueError(f"line {line}: tags (!) are not allowed; write the plain value, in quotes if necessary")
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or 1.2 would read as another type."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, (_pattern, _first_characters) in SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, _first_characters)
+_Dumper.add_implicit_resolver(FLOAT, *SCALARS[FLOAT])
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a YAML document. Raises ValueError, with the line number if known, if it is not valid or refused."""
+    if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes, which is too large for a recipe")
+    try:
+        node = yaml.compose(text, _Loader)
+        return None if node is None else _value(node)
+    except yaml.YAMLError as e:
+        raise ValueError(f"it is not YAML: {' '.join(str(e).split())}") from e
+    except RecursionError as e:
+        raise ValueError("it is nested too deeply") from e
+
+
+def write_yaml(value: dict[str, Any]) -> str:
+    """A mapping as YAML that `read_yaml` reads back, in the same order. Raises ValueError if it would be too long."""
+
+    def dumped(unicode: bool) -> str:
+        return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=unicode, width=120)
+
+    text = dumped(unicode=True)
+    text = dumped(unicode=False) if BREAKS.search(text) else text  # PyYAML does not escape these line breaks
+    if len(text.encode()) > MAX_BYTES:
+        raise ValueError(f"the recipe would have more than {MAX_BYTES:,} bytes; give the data as directories or globs")
+    return text
+
+
+def _value(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = _value(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str):
+                raise ValueError(f"line {line}: a key must be a string; put it in quotes")
+            if key in mapping:
+                raise ValueError(f"line {line}: duplicate key {key}; keep one")
+            mapping[key] = _value(value_node)
+        return mapping
+    if node.tag == INT and len(node.value) > 400:
+        raise ValueError(f"line {node.start_mark.line + 1}: a number of {len(node.value):,} digits")
+    convert = {NULL: lambda _: None, BOOL: lambda x: x.lower() == "true", INT: int, FLOAT: float}
+    return convert.get(node.tag, str)(node.value)
+
+
+# -- the beginning of a run ----------------------------------------------------------------------------------------
+
+
 def complete_options(
-    options: TrainOptions, leads: bool, say: Callable[[str], None]
+    options: TrainOptions, leads: bool, say: Say
 ) -> tuple[TrainOptions, dict[str, Any] | None, RunDirectory]:
     """The options with those of --config or of the --resume run, that run's settled values (None for a new run), and
     the run's directory. With `leads`, raises ValueError if the directory of a new run is not free."""

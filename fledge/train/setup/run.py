@@ -1,11 +1,12 @@
-"""Runs the trainer, displays its progress, and prints how it ended and how to continue."""
+"""Plans the steps of a training run and how they are computed, runs the trainer, displays its progress, and prints how
+it ended and how to continue. On a GPU, the heaviest rows are tried to find settings that fit in memory."""
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,120 @@ from fledge.io.display import format_bytes
 from fledge.io.files import existing_parent
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.memory import CPU_SLOTS, MIN_TOKENS, USABLE_FRACTION, Trial, candidates, choose, resize_row
+from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
+from fledge.train.prefetch import with_features
 from fledge.train.ranks import LostRankError, Ranks
+from fledge.train.setup.options import ComputeOptions
 from fledge.train.setup.recipe import Recipe
-from fledge.train.trainer import Attach, Progress, Schedule, feed_draft, train
+from fledge.train.trainer import Attach, Schedule, feed_draft, train
 
 SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
 
 Say = Callable[[str], None]
 Logger = Callable[[dict[str, Any]], None]
+
+
+def make_schedule(recipe: Recipe, rows: Rows, width: int, ranks: Ranks, lockstep: bool, say: Say) -> Schedule:
+    """The schedule for a draft with hidden size `width` on these rows. The number of steps follows from the epochs, the
+    default learning rate is 0.5 / width, and by default a step has one row for each rank. With `lockstep`, every rank
+    must have as many rows; raises ValueError if they cannot."""
+    requested = recipe.options
+    rows_per_step = requested.rows_per_step or ranks.size
+    if rows_per_step % ranks.size and lockstep:
+        raise ValueError(
+            f"--rows-per-step {rows_per_step} with --shard-target on {ranks.size} GPUs: every GPU must have as many "
+            f"rows; give {ranks.size}, {2 * ranks.size}, .."
+        )
+    if rows_per_step % ranks.size:
+        idle = "some ranks wait in every step" if rows_per_step > ranks.size else "some ranks have nothing to do"
+        say(f"{rows_per_step} rows a step for {ranks.size} ranks: {idle}; --rows-per-step should be a multiple")
+    epoch = len(rows.epoch(0))
+    if requested.rows_per_step and rows_per_step > epoch:
+        say(
+            f"--rows-per-step {rows_per_step}, but an epoch has {epoch} rows: a step takes each of them up to "
+            f"{math.ceil(rows_per_step / epoch)} times; give at most {epoch}"
+        )
+    return Schedule(
+        steps=requested.steps or math.ceil(requested.epochs * epoch / rows_per_step),
+        lr=requested.lr or 0.5 / width,
+        objective=recipe.objective,
+        rows_per_step=rows_per_step,
+        warmup=requested.warmup,
+        optimizer=requested.optimizer,
+        weight_decay=requested.weight_decay,
+        clip=requested.clip,
+        seed=requested.seed,
+        eval_every=requested.eval_every,
+        save_every=requested.save_every,
+    )
+
+
+def choose_implementation(
+    compute: ComputeOptions, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, say: Say
+) -> Implementation:
+    """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
+    A rank that holds only the target tries nothing.
+    """
+    asked = implementations(compute)
+    if not compute.gpu or not ranks.trains:
+        return asked[0]
+    trial = _trial(draft, rows, source, schedule, ranks)
+    # one small step, so that memory of lazy initialization is not measured with the trials
+    trial.step(resize_row(trial.rows[0], MIN_TOKENS), asked[-1])
+    draft.zero_grad(set_to_none=True)
+    free, _ = torch.cuda.mem_get_info(draft.device)
+    available = free + torch.cuda.memory_reserved(draft.device)
+
+    def report(tokens: int, taken: int | None) -> None:
+        say(trial_message(tokens, taken, available))
+
+    chosen, taken = choose(trial, asked, available, report)
+    say(_choice_message(chosen, taken, available, rows))
+    return chosen
+
+
+def implementations(compute: ComputeOptions) -> list[Implementation]:
+    """The requested implementations to choose from, from fast to small; a single one on a CPU."""
+    fast = "eager" if compute.impl == "eager" else "triton"
+    implementation = Implementation(attention=compute.impl, loss=fast, layers=fast)
+    if not compute.gpu:
+        return [replace(implementation, slots=compute.slots or CPU_SLOTS)]
+    return candidates(implementation, slots=compute.slots, activations=compute.activations)
+
+
+def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks) -> Trial:
+    """A training step of one rank, to try on the rows that need the most memory."""
+
+    def step(row: Any, implementation: Implementation) -> Any:
+        upcoming = with_features([row, row], source.features, draft.device, prefetch=implementation.prefetch)
+        row, features = next(upcoming)
+        ttt(draft, row, features, source.logits, schedule.objective, implementation)
+        return upcoming  # the iterator holds the features of the next row, which count too
+
+    own_rows = -(-schedule.rows_per_step // ranks.size)
+    # without sources, so that features on disk are not read, which may not exist yet (see `DiskFeatures`)
+    heaviest = [replace(row, sources=()) for row in rows.heaviest()]
+    return Trial(draft, heaviest, step, own_rows, ranks.size if ranks.shards else 1, schedule.optimizer)
+
+
+def _choice_message(chosen: Implementation, taken: int, available: int, rows: Rows) -> str:
+    return (
+        f"rows of {rows.row_length:,} tokens take about {taken / 2**30:.1f} of {available / 2**30:.1f} GiB with "
+        f"--impl {chosen.attention} and {chosen.slots:,} slots in flight"
+        + (", recomputing the MLP's activations" if chosen.recompute else "")
+        + (", preparing the features of the next row meanwhile" if chosen.prefetch else "")
+    )
+
+
+def trial_message(tokens: int, taken: int | None, available: int) -> str:
+    """A message about a tried row: the bytes it takes, or None if it needs more than the available bytes."""
+    if taken is None:
+        return f"a row of {tokens:,} tokens does not fit in GPU memory"
+    too_much = taken > USABLE_FRACTION * available
+    over = f", which is too much: {1 - USABLE_FRACTION:.0%} must stay free" if too_much else ""
+    return f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}"
 
 
 @dataclass(frozen=True)
@@ -53,15 +159,8 @@ def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
     ValueError, with a remedy, if the GPU runs out of memory. An error about a rank that was lost has that command, too.
     """
-    with _naming_command(run):
-        return _run(run, say, progress) if run.ranks.trains else _feed(run)
-
-
-@contextmanager
-def _naming_command(run: TrainingRun) -> Iterator[None]:
-    """Context manager: an error about a rank that was lost gets the command that continues the run."""
     try:
-        yield
+        return _run(run, say, progress) if run.ranks.trains else _feed(run)
     except LostRankError as e:
         raise LostRankError(_stop_message(run, str(e))) from e
 
@@ -93,7 +192,14 @@ def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     """`run_training` in a rank that trains."""
     say(_start_message(run))
     metrics: dict[str, Any] = {}
-    report = _reporter(run, metrics, progress) if run.ranks.leads else metrics.update
+    log = make_logger(run.recipe.options.log, run.directory.path) if run.ranks.leads else None
+
+    def report(step_metrics: dict[str, Any]) -> None:
+        metrics.update(step_metrics)
+        if log:
+            progress.step(run.schedule.steps, step_metrics)
+            log(step_metrics)
+
     progress.start_training("training", run.schedule.steps)
     try:
         state = train(
@@ -113,7 +219,9 @@ def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
         say(_stop_message(run, f"stopped after step {state.step}"))
         raise KeyboardInterrupt
     result = f"trained in {state.seconds:.0f} s" if metrics else "this run was already finished"
-    say(f"{result}; the draft is {run.directory.draft}{_best_step_note(state, run.schedule)}")
+    several = run.schedule.eval_every and state.best_step  # drafts were measured
+    best = f", of step {state.best_step:,} (decoded τ {state.best_tau:.3f})" if several else ""
+    say(f"{result}; the draft is {run.directory.draft}{best}")
     if run.ranks.leads:
         run.report_run(run.directory.path, say)
     return metrics
@@ -128,18 +236,6 @@ def _feed(run: TrainingRun) -> dict[str, Any]:
     if state.step < run.schedule.steps:
         raise KeyboardInterrupt
     return {}
-
-
-def _reporter(run: TrainingRun, metrics: dict[str, Any], progress: Any) -> Callable[[dict[str, Any]], None]:
-    """A function that displays and logs the metrics of a step, and stores them in `metrics`."""
-    log = make_logger(run.recipe.options.log, run.directory.path)
-
-    def report(step_metrics: dict[str, Any]) -> None:
-        metrics.update(step_metrics)
-        progress.step(run.schedule.steps, step_metrics)
-        log(step_metrics)
-
-    return report
 
 
 def _start_message(run: TrainingRun) -> str:
@@ -168,12 +264,6 @@ def _out_of_memory_advice(run: TrainingRun) -> str:
     restart = f"continue from its weights (--init-from {saved})" if saved.exists() else "start again"
     slots = run.schedule.implementation.slots
     return f"{restart} in another --out, with fewer than {slots:,} --slots or a smaller --row-length"
-
-
-def _best_step_note(state: Progress, schedule: Schedule) -> str:
-    """The step of the saved draft, if several drafts were measured."""
-    several = schedule.eval_every and state.best_step
-    return f", of step {state.best_step:,} (decoded τ {state.best_tau:.3f})" if several else ""
 
 
 def make_logger(name: str | None, run: Path) -> Logger:

@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,19 +14,23 @@ import torch
 from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import target_sha256, tokenizer_sha256
 from fledge.io.fields import parse_dtype
+from fledge.io.http import key_in
 from fledge.options import default_new_tokens
 from fledge.states.cache import FeatureCache
 from fledge.states.source import DiskFeatures
+from fledge.states.vllm.command import UNCHECKED, serve_command
+from fledge.states.vllm.files import StatesFolder
+from fledge.states.vllm.server import VllmServer
+from fledge.states.vllm.source import VllmFeatures
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
-from fledge.targets.distributed import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
-from fledge.targets.parts import ModelTarget, TargetParts
+from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.source import FeatureSource, LiveFeatures
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.feed import ReceivedFeatures
 from fledge.train.setup.options import TargetOptions
-from fledge.train.setup.recipe import DataRecipe, ExistingDraft, Recipe
-from fledge.train.setup.served import open_served_features, open_served_target
+from fledge.train.setup.recipe import DataRecipe, ExistingDraft, Recipe, ServedRecipe
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,41 +42,35 @@ EVAL_TOKENS = 64  # default of --eval-tokens
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 NEVER_TRIM, TOP_PAD, MMAP_THRESHOLD = -1, 1 << 26, 1 << 30
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
-class PlannedTarget:
-    """A target, whose weights need not be loaded, and what is known of it before it computes.
+class PreparedTarget:
+    """A target and what training needs of it.
 
     `layers` are the layers whose outputs the draft reads. `max_length` is the maximum document length and `eval_tokens`
     the number of new tokens per prompt when τ is measured. `decodes` tells whether τ can be measured by decoding.
+    `source` computes the features and the teacher's logits; None: the run is only planned, and the target has no
+    weights.
     """
 
-    target: ModelTarget | TargetParts
+    target: TransformersTarget
     layers: tuple[int, ...]
     template: ChatTemplate
     max_length: int
     eval_tokens: int
     decodes: bool
+    source: FeatureSource | None
 
 
-@dataclass(frozen=True)
-class PreparedTarget(PlannedTarget):
-    """A loaded target and what training needs of it. `source` computes the features and the teacher's logits."""
-
-    source: FeatureSource
-
-
-def plan_target(recipe: Recipe) -> PlannedTarget:
+def plan_target(recipe: Recipe) -> PreparedTarget:
     """The target without its weights, which is assumed to verify drafts and to process packed documents together.
     Raises ValueError as `prepare_target` does for what needs no weights."""
-    requested = recipe.options
-    target = load_target(
-        requested.target, device="cpu" if requested.device == "cpu" else "meta", dtype=parse_dtype(requested.dtype),
-        max_length=recipe.data.longest, trust_remote_code=requested.trust_remote_code, weights=False,
-    )  # fmt: skip
+    device = "cpu" if recipe.options.device == "cpu" else "meta"
+    target = load_target(recipe.options.target, **_loading(recipe.options, recipe.data, device), weights=False)
     check_length(recipe.data, target)
-    decodes = not reads_features_only(recipe)
-    return PlannedTarget(**_known(recipe, target, _layers(recipe, target), decodes))
+    return _prepared(recipe, target, _layers(recipe, target), not reads_features_only(recipe), None)
 
 
 def reads_features_only(recipe: Recipe) -> bool:
@@ -80,7 +79,7 @@ def reads_features_only(recipe: Recipe) -> bool:
     return recipe.served is not None or (recipe.features is not None and not _decoding_option(recipe))
 
 
-def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str], None]) -> PreparedTarget:
+def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Say) -> PreparedTarget:
     """Loads and checks the target; with a mesh, its layers are sharded over the ranks. Raises ValueError for a length
     beyond its context, for layers that it does not have, if τ is to be measured with a target that cannot verify
     drafts, and if one that cannot process packed documents together is to be sharded."""
@@ -102,10 +101,10 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Callable[[str],
             raise ValueError(
                 f"{target.name} cannot process packed documents together, which --shard-target needs; train without it"
             )
-    return PreparedTarget(**_known(recipe, target, layers, decodes), source=source)
+    return _prepared(recipe, target, layers, decodes, source)
 
 
-def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Callable[[str], None]) -> PreparedTarget:
+def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Say) -> PreparedTarget:
     """`prepare_target` in one of several ranks, which all call it; `shards` tells whether the target's layers are
     sharded over those that hold it. Without ranks that hold only the target, these are all.
 
@@ -136,35 +135,42 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Calla
         recipe.options.target, parts, max_length=recipe.data.longest, trust_remote_code=recipe.options.trust_remote_code
     )
     layers = _layers(recipe, target)
+    return _prepared(recipe, target, layers, decodes, ReceivedFeatures(target, len(layers), ranks))
+
+
+def _prepared(
+    recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool, source: FeatureSource | None
+) -> PreparedTarget:
     return PreparedTarget(
-        **_known(recipe, target, layers, decodes), source=ReceivedFeatures(target, len(layers), ranks)
-    )
-
-
-def _known(recipe: Recipe, target: Target, layers: tuple[int, ...], decodes: bool) -> dict[str, Any]:
-    """The fields of `PlannedTarget`."""
-    return dict(
         target=target,
         layers=layers,
         template=ChatTemplate(target.tokenizer, target.stop_ids, recipe.data.template_kwargs),
         max_length=min(recipe.data.longest, target.context),
         eval_tokens=recipe.options.eval_tokens or default_new_tokens(EVAL_TOKENS, target.context),
         decodes=decodes,
+        source=source,
     )
 
 
-def open_target(requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None) -> ModelTarget:
+def open_target(
+    requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
+) -> TransformersTarget:
     """Loads a target, and shards it over the ranks of a mesh. Raises ValueError if documents may be longer than its
     context."""
-    target = load_target(
-        requested.target, device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
-        trust_remote_code=requested.trust_remote_code, mesh=mesh,
-    )  # fmt: skip
+    target = load_target(requested.target, **_loading(requested, data, device), mesh=mesh)
     check_length(data, target)
     return target
 
 
-def check_length(data: DataRecipe, target: Target) -> None:
+def _loading(requested: TargetOptions, data: DataRecipe, device: str) -> dict[str, Any]:
+    """The options of the functions that load a target."""
+    return dict(
+        device=device, dtype=parse_dtype(requested.dtype), max_length=data.longest,
+        trust_remote_code=requested.trust_remote_code,
+    )  # fmt: skip
+
+
+def check_length(data: DataRecipe, target: TransformersTarget) -> None:
     """Raises ValueError if documents may be longer than the target's context."""
     if data.max_length and data.max_length > target.context:
         raise ValueError(
@@ -172,25 +178,33 @@ def check_length(data: DataRecipe, target: Target) -> None:
         )
 
 
-def _open_head(recipe: Recipe, say: Callable[[str], None]) -> TargetParts | None:
+def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TransformersTarget:
+    """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and what is not
+    quantized of the last layer. Raises ValueError if the checkpoint does not have them by their names."""
+    target = load_head(requested.target, **_loading(requested, data, device), partial_layer=True)
+    if target is None:
+        raise ValueError(
+            f"{requested.target} has no safetensors files with its embedding, head and final norm, or has quantized "
+            "them; training from vLLM's hidden states needs them here, in 16 or 32 bits"
+        )
+    return target
+
+
+def _open_head(recipe: Recipe, say: Say) -> TransformersTarget | None:
     """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
-    requested, device = recipe.options, recipe.options.device
+    name, asked = recipe.options.target, (recipe.options, recipe.data, recipe.options.device)
     if recipe.served:
-        return open_served_target(requested, recipe.data, device)
-    options = dict(
-        device=device, dtype=parse_dtype(requested.dtype), max_length=recipe.data.longest,
-        trust_remote_code=requested.trust_remote_code,
-    )  # fmt: skip
-    if (head := load_head(requested.target, **options)) is not None:
+        return open_served_target(*asked)
+    if (head := load_head(name, **_loading(*asked))) is not None:
         return head
-    head = load_head(requested.target, **options, partial_layer=True)
+    head = load_head(name, **_loading(*asked), partial_layer=True)
     if head is None or target_fingerprint(head) != recipe.features.manifest.target_sha256:  # not made with vLLM
         head = None
         say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
     return head
 
 
-def live_features(target: ModelTarget, layers: tuple[int, ...], say: Callable[[str], None]) -> LiveFeatures:
+def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Say) -> LiveFeatures:
     """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
     source = LiveFeatures(target, layers)
     if target.quantization:
@@ -200,7 +214,7 @@ def live_features(target: ModelTarget, layers: tuple[int, ...], say: Callable[[s
     return source
 
 
-def quantization_note(target: ModelTarget | TargetParts) -> str:
+def quantization_note(target: TransformersTarget) -> str:
     """What to know about the hidden states of a quantized target."""
     return (
         f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
@@ -208,7 +222,39 @@ def quantization_note(target: ModelTarget | TargetParts) -> str:
     )
 
 
-def _check_origin(cache: FeatureCache, target: Target) -> None:
+def check_connector(target: TransformersTarget) -> None:
+    """Raises ValueError for a target with multi-head latent attention, which vLLM's connector refuses."""
+    config = target.config
+    # vLLM computes MiniCPM3 with ordinary attention
+    if getattr(config, "kv_lora_rank", None) is not None and config.model_type != "minicpm3":
+        raise ValueError(
+            f"{target.name} has multi-head latent attention (kv_lora_rank {config.kv_lora_rank}), of which vLLM's "
+            "connector gives no hidden states; leave --features-from out, and let transformers compute them"
+        )
+
+
+def open_served_features(
+    served: ServedRecipe, target: TransformersTarget, layers: tuple[int, ...], max_length: int, say: Say
+) -> VllmFeatures:
+    """vLLM's features of the given layers, for documents of at most `max_length` tokens. Raises ValueError if they are
+    not available; if no server answers, with the command that starts one."""
+    captured = served.layers or tuple(sorted({*layers, target.num_layers}))
+    if Path(served.address).is_dir():
+        states = StatesFolder(Path(served.address))
+        say(f"{states.path} has hidden states of {len(states):,} texts")
+        if states.layers is None:
+            say(f"{states.path} {UNCHECKED}")
+    else:
+        check_connector(target)
+        length = min(max_length + 1, target.context)  # vLLM refuses a longer one than the target's
+        start = serve_command(target.name, captured, length, trust=target.trust_remote_code)
+        key = key_in(served.api_key_env)
+        states = VllmServer(served.address, start, say, mapped=served.mapped, api_key=key)
+        say(f"{states.root} computes {states.model}")
+    return VllmFeatures(states, target, layers, captured)
+
+
+def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
     """Raises ValueError if features on disk were computed by another target, or with another tokenizer."""
     known = cache.manifest
     for what, ours, theirs in (
@@ -222,7 +268,7 @@ def _check_origin(cache: FeatureCache, target: Target) -> None:
             )
 
 
-def _stored_features(cache: FeatureCache, target: ModelTarget | TargetParts, layers: tuple[int, ...]) -> DiskFeatures:
+def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...]) -> DiskFeatures:
     """Features on disk, which are those of the target. Raises ValueError if they are not those that a draft of these
     layers reads, or not complete."""
     known = cache.manifest
@@ -263,7 +309,7 @@ def retain_freed_memory() -> bool:
     return all([libc.mallopt(option, value) for option, value in options.items()])
 
 
-def _layers(recipe: Recipe, target: Target) -> tuple[int, ...]:
+def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
     """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
     existing draft that does not fit it."""
     draft = recipe.draft
@@ -281,7 +327,7 @@ def _decoding_option(recipe: Recipe) -> str | None:
     return "--eval-every" if recipe.options.eval_every else "--eval-prompts" if recipe.options.eval_prompts else None
 
 
-def _decodes(recipe: Recipe, target: ModelTarget | TargetParts, say: Callable[[str], None]) -> bool:
+def _decodes(recipe: Recipe, target: TransformersTarget, say: Say) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
     if reads_features_only(recipe):
         remedy = "fledge eval measures it afterwards" if recipe.served else "--eval-every measures it"
