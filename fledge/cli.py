@@ -9,36 +9,39 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import json
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import typer
 import typer.core
 
 from fledge import __version__
-from fledge.commands.chat import ChatOptions
-from fledge.commands.check import CheckOptions
-from fledge.commands.demo import DemoOptions
-from fledge.commands.evaluate import EvalOptions
-from fledge.commands.export import ExportOptions
-from fledge.commands.features import FeaturesOptions
-from fledge.commands.generate import GenerateOptions
-from fledge.commands.inspect import InspectOptions
-from fledge.commands.plain_help import Group, PlainHelp
-from fledge.commands.push import PushOptions
-from fledge.commands.report import ReportOptions
-from fledge.commands.serve import ServeOptions
-from fledge.familiar import flags_of, same_option, values_of
+from fledge.commands import (
+    chat,
+    check,
+    demo,
+    evaluate,
+    export,
+    features,
+    generate,
+    push,
+    regenerate,
+    report,
+    serve,
+    train,
+)
+from fledge.commands import inspect as inspect_draft
 from fledge.io.display import (
     ProgressDisplay,
     ResultPrinter,
+    fit,
     fit_stream,
     format_message,
     print_error,
@@ -47,8 +50,42 @@ from fledge.io.display import (
 from fledge.io.hub import show_progress
 from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signals
 from fledge.options import Options, default_of, flag_of, option_fields, panels_of
+from fledge.io.progress import show_progress
+from fledge.io.signals import ignore_signals, is_assembler_error, stopping_signals
+from fledge.options import (
+    Options,
+    default_of,
+    flag_of,
+    flags_of,
+    option_fields,
+    panels_of,
+    same_option,
+    values_of,
+)
 from fledge.regenerate.options import RegenerateOptions
+from fledge.train.setup import launch
 from fledge.train.setup.options import TrainOptions
+
+TABLE_WIDTH = 100  # terminal columns; in a narrower table of help, names of options are cut off
+MAX_WIDTH = 80  # of plain help
+
+
+class PlainHelp:
+    """A command whose help is plain text, unless a terminal is wide enough for the table of typer, which cuts off words
+    in files, pipes and narrow terminals. Lines are broken at spaces alone, so that options and addresses stay
+    whole."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        columns = shutil.get_terminal_size().columns
+        if sys.stdout.isatty() and columns >= TABLE_WIDTH:
+            super().format_help(ctx, formatter)  # type: ignore[misc]
+        else:
+            formatter.write("\n".join(_help_lines(self, ctx, min(columns, MAX_WIDTH))))
+
+
+class Group(PlainHelp, typer.core.TyperGroup):
+    """The commands."""
+
 
 app = typer.Typer(
     cls=Group,
@@ -73,8 +110,8 @@ def fledge(
     """Options before the command."""
 
 
-def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], None]], None]:
-    """Decorator: registers a job as the command `name`, with a flag for each of its options."""
+def _command(name: str, options: type[Options], job: Callable[[Any], int | None]) -> None:
+    """Registers a job as the command `name`, with a flag for each of its options. The job may return an exit code."""
     hints = get_type_hints(options)
     fields = option_fields(options)
     shown = [_parameter(options, f, hints[f.name]) for f in fields]
@@ -82,24 +119,23 @@ def _command(name: str, options: type[Options]) -> Callable[[Callable[[Any], Non
     negations = {f"no_{f.name}": f.name for f in fields if "config" in hints and hints[f.name] is bool}
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
-    def register(job: Callable[[Any], None]) -> None:
-        def run(context: typer.Context, **values: Any) -> None:
-            given = {k: v for k, v in values.items() if context.get_parameter_source(k).name == "COMMANDLINE"}
-            given = _apply_negations(given, negations)
-            defaults = {f.name: values[f.name] for f in fields}
-            try:
-                # in a context of its own, as what shows the loading of models belongs to this job
-                contextvars.copy_context().run(job, options(**defaults | given, given=frozenset(given)))
-                sys.stdout.flush()
-            except BrokenPipeError:  # the reader, e.g. `| head`, has closed the pipe
-                redirect_to_devnull(sys.stdout)
-                raise typer.Exit(128 + signal.SIGPIPE) from None
+    def run(context: typer.Context, **values: Any) -> None:
+        given = {k: v for k, v in values.items() if context.get_parameter_source(k).name == "COMMANDLINE"}
+        given = _apply_negations(given, negations)
+        defaults = {f.name: values[f.name] for f in fields}
+        try:
+            # in a context of its own, as what shows the loading of models belongs to this job
+            code = contextvars.copy_context().run(job, options(**defaults | given, given=frozenset(given)))
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, e.g. `| head`, has closed the pipe
+            redirect_to_devnull(sys.stdout)
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+        if code:
+            raise typer.Exit(code)
 
-        hidden = [_hidden_parameter(no, bool) for no in negations]
-        run.__signature__ = inspect.Signature([context, *shown, *hidden])
-        app.command(name, cls=_Command, help=options.__doc__)(run)
-
-    return register
+    hidden = [_hidden_flag(no) for no in negations]
+    run.__signature__ = inspect.Signature([context, *shown, *hidden])
+    app.command(name, cls=_Command, help=options.__doc__)(run)
 
 
 class _Command(PlainHelp, typer.core.TyperCommand):
@@ -148,13 +184,6 @@ def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspe
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 
-def _display(quiet: bool = False) -> ProgressDisplay:
-    """A display that also shows downloads and the loading of targets."""
-    display = ProgressDisplay(quiet)
-    show_progress(functools.partial(display.count, passing=True))
-    return display
-
-
 def _number_if_one(text: str | int) -> str | int:
     """The integer that a text is, or the text."""
     try:
@@ -163,9 +192,9 @@ def _number_if_one(text: str | int) -> str | int:
         return text
 
 
-def _hidden_parameter(name: str, hint: Any) -> inspect.Parameter:
+def _hidden_flag(name: str) -> inspect.Parameter:
     """A flag that --help does not list."""
-    annotation = Annotated[hint | None, typer.Option(flag_of(name), hidden=True)]
+    annotation = Annotated[bool | None, typer.Option(flag_of(name), hidden=True)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -178,142 +207,71 @@ def _apply_negations(given: dict[str, Any], negations: dict[str, str]) -> dict[s
     return {name: value for name, value in given.items() if name not in negations} | off
 
 
-@_command("train", TrainOptions)
-def train(options: TrainOptions) -> None:
-    from fledge.commands.train import run
-    from fledge.train.setup.launch import needs_processes, start_processes
+def _help_lines(command: Any, ctx: Any, width: int) -> Iterator[str]:
+    yield command.get_usage(ctx)
+    yield ""
+    yield from _indented(inspect.cleandoc(command.help or ""), 2, width)
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for p in command.get_params(ctx):
+        if record := p.get_help_record(ctx):
+            title = getattr(p, "rich_help_panel", None) or f"{p.param_type_name}s".capitalize()
+            sections.setdefault(title, []).append(record)
+    if isinstance(command, Group):
+        names = command.list_commands(ctx)
+        helps = [inspect.cleandoc(command.get_command(ctx, name).help or "").split("\n\n")[0] for name in names]
+        sections["Commands"] = list(zip(names, helps, strict=True))
+    for title, entries in sections.items():
+        if entries:
+            yield ""
+            yield f"{title}:"
+        for name, text in entries:
+            yield f"  {name}"
+            yield from _indented(text, 6, width)
 
+
+def _indented(text: str, by: int, width: int) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        yield textwrap.indent(fit(" ".join(paragraph.split()), width - by), " " * by)
+
+
+def _display(quiet: bool = False) -> ProgressDisplay:
+    """A display that also shows downloads and the loading of targets."""
+    display = ProgressDisplay(quiet)
+    show_progress(functools.partial(display.count, passing=True))
+    return display
+
+
+def _train(options: TrainOptions) -> int | None:
     display = _display(quiet=os.environ.get("RANK", "0") != "0")
     if options.dry_run:
         from fledge.train.setup.dry_run import dry_run
 
-        raise typer.Exit(dry_run(options, sys.argv[1:], ResultPrinter(), display))
-    if needs_processes(options):
-        raise typer.Exit(start_processes(options.gpus, sys.argv[1:]))
-    run(options, display.say, display)
+        return dry_run(options, sys.argv[1:], ResultPrinter(), display)
+    if launch.needs_processes(options):
+        return launch.start_processes(options.gpus, sys.argv[1:])
+    train.run(options, display.say, display)
     display.close()
+    return None
 
 
-@_command("demo", DemoOptions)
-def demo(options: DemoOptions) -> None:
-    from fledge.commands.demo import run
-
-    run(options, ResultPrinter(), ProgressDisplay())
-
-
-@_command("generate", GenerateOptions)
-def generate(options: GenerateOptions) -> None:
-    from fledge.commands.generate import run
-
-    run(options, _display())
-
-
-@_command("chat", ChatOptions)
-def chat(options: ChatOptions) -> None:
-    from fledge.commands.chat import run
-
-    run(options, _display())
-
-
-@_command("eval", EvalOptions)
-def evaluate(options: EvalOptions) -> None:
-    if options.endpoint:
-        from fledge.commands.evaluate import run
-        from fledge.commands.evaluate_endpoint import print_table
-    else:
-        from fledge.commands.evaluate import print_table, run
-    from fledge.measure.record import record_text
-
-    def show(record: dict[str, Any]) -> None:
-        if options.json:
-            print(record_text(record), flush=True)
-        else:
-            print_table(record, ResultPrinter())
-
-    from fledge.commands.evaluate import refuse_changed_output
-
-    if options.report:
-        from fledge.report.page import check_report_path
-
-        check_report_path(options.report, "--report")
-    from fledge.report.page import report_file, report_record
-
-    display = _display(quiet=options.json)
-    record = run(options, display, show)
-    if options.report:
-        report_record(record, options.report)
-    elif options.out:
-        report_file(Path(options.out), display.say)
-    refuse_changed_output(record)
-
-
-@_command("regenerate", RegenerateOptions)
-def regenerate(options: RegenerateOptions) -> None:
-    from fledge.commands.regenerate import run
-
+def _showing_progress(run: Callable[[Any, Callable[[str], None], ProgressDisplay], None], options: Any) -> None:
     display = _display()
     run(options, display.say, display)
 
 
-@_command("features", FeaturesOptions)
-def features(options: FeaturesOptions) -> None:
-    from fledge.commands.features import run
-
-    display = _display()
-    run(options, display.say, display)
-
-
-@_command("serve", ServeOptions)
-def serve(options: ServeOptions) -> None:
-    from fledge.commands.serve import run
-
-    run(options, ProgressDisplay().say)
-
-
-@_command("inspect", InspectOptions)
-def inspect_draft(options: InspectOptions) -> None:
-    from fledge.commands.inspect import run
-
-    if not run(options, ResultPrinter().print):
-        raise typer.Exit(1)
-
-
-@_command("check", CheckOptions)
-def check(options: CheckOptions) -> None:
-    from fledge.commands.check import TOO_LARGE, TargetTooLarge, as_json, print_report, run
-
-    try:
-        report = run(options, _display(quiet=options.json))
-    except TargetTooLarge as e:
-        print_error(e)
-        raise typer.Exit(TOO_LARGE) from None
-    if options.json:
-        print(json.dumps(as_json(report), indent=2), flush=True)
-    else:
-        print_report(report, ResultPrinter())
-    if report.findings:
-        raise typer.Exit(1)
-
-
-@_command("report", ReportOptions)
-def report(options: ReportOptions) -> None:
-    from fledge.commands.report import run
-
-    run(options, ResultPrinter().print)
-
-
-@_command("export", ExportOptions)
-def export(options: ExportOptions) -> None:
-    from fledge.commands.export import run
-
-    run(options, ResultPrinter().print)
-
-
-@_command("push", PushOptions)
-def push(options: PushOptions) -> None:
-    from fledge.commands.push import run
-
-    run(options, ResultPrinter().print, ProgressDisplay().say)
+_command("train", TrainOptions, _train)
+_command("demo", demo.DemoOptions, lambda o: demo.run(o, ResultPrinter(), ProgressDisplay()))
+_command("generate", generate.GenerateOptions, lambda o: generate.run(o, _display()))
+_command("chat", chat.ChatOptions, lambda o: chat.run(o, _display()))
+_command("eval", evaluate.EvalOptions, lambda o: evaluate.command(o, _display(quiet=o.json), ResultPrinter()))
+_command("regenerate", RegenerateOptions, lambda o: _showing_progress(regenerate.run, o))
+_command("features", features.FeaturesOptions, lambda o: _showing_progress(features.run, o))
+_command("serve", serve.ServeOptions, lambda o: serve.run(o, ProgressDisplay().say))
+_command("inspect", inspect_draft.InspectOptions, lambda o: int(not inspect_draft.run(o, ResultPrinter().print)))
+_command("check", check.CheckOptions, lambda o: check.run(o, _display(quiet=o.json), ResultPrinter()))
+_command("report", report.ReportOptions, lambda o: report.run(o, ResultPrinter().print))
+_command("export", export.ExportOptions, lambda o: export.run(o, ResultPrinter().print))
+_command("push", push.PushOptions, lambda o: push.run(o, ResultPrinter().print, ProgressDisplay().say))
 
 
 def main() -> None:

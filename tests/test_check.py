@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.check import replays
+from fledge.check import pair, replays
 from fledge.check.draft_files import config_findings, read_files
 from fledge.check.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, ProbeDecoding, excerpt_range, read_probe, replay
-from fledge.commands import check as check_job
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
@@ -135,7 +134,7 @@ def test_a_device_has_no_effect_on_files(made, fledge):
 
 
 def without_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fledge.io.machine.free_bytes", lambda device: 1000)
+    patch.setattr("fledge.check.pair.free_bytes", lambda device: 1000)
 
 
 def out_of_room(patch: pytest.MonkeyPatch) -> None:
@@ -149,7 +148,7 @@ def out_of_room(patch: pytest.MonkeyPatch) -> None:
             )
         return load(*given, weights=False, **options)
 
-    patch.setattr("fledge.targets.loading.load_target", fail)
+    patch.setattr("fledge.check.pair.load_target", fail)
 
 
 @pytest.mark.parametrize("how", [without_room, out_of_room])
@@ -302,40 +301,28 @@ DAMAGES = {
         layers([2, 4, 5], [2, 4, 5]),
         "layer_ids) reads the hidden states [3, 5, 6]",
     ),
-    "layers moved by one, fledge's list": (
-        "eagle3",
-        fledge_field(aux_layers=[1, 3, 4]),
-        "[1, 3, 4] in place of [2, 4, 5]",
-    ),
-    "features captured as outputs": ("eagle3", captured_elsewhere, "hidden states [2, 4, 5] differ from those of"),
+    "layers moved by one, fledge's list": ("eagle3", fledge_field(aux_layers=[1, 3, 4]), "moved down by one"),
+    "features captured as outputs": ("eagle3", captured_elsewhere, "captured ids are moved by one"),
     "d2t zeroed": ("eagle3", tensors(put("d2t", torch.zeros_like)), "all of it is zero"),
     "d2t shifted": ("eagle3", tensors(put("d2t", lambda d: d + 1)), "d2t is wrong"),
-    "d2t shifted by 3": ("eagle3", tensors(put("d2t", lambda d: d + 3)), "it is not the vocabulary map of training"),
-    "d2t shifted without a hash": ("eagle3", shifted_without_hash, "t2d and d2t contradict"),
+    "d2t shifted by 3": ("eagle3", tensors(put("d2t", lambda d: d + 3)), "every entry is 3 too large"),
+    "d2t shifted without a hash": ("eagle3", shifted_without_hash, "every entry is 1 too large"),
     "another vocab_size": ("eagle3", config(vocab_size=500), "the draft does not fit"),
-    "d2t rolled": ("eagle3", tensors(put("d2t", lambda d: d.roll(1))), "its ids are not ascending"),
+    "d2t rolled": ("eagle3", tensors(put("d2t", lambda d: d.roll(1))), "moved by 1 place"),
     "d2t holds ids": ("eagle3", tensors(put("d2t", lambda d: d + torch.arange(200))), "in place of their distances"),
     "d2t missing": ("eagle3", tensors(drop("d2t")), "d2t is missing, and the draft predicts 200 of 400"),
     "t2d contradicts d2t": ("eagle3", tensors(put("t2d", lambda t: t.roll(1))), "t2d and d2t contradict"),
-    "norms swapped": (
-        "eagle3",
-        tensors(NORMS),
-        "hidden_norm.weight is what training wrote as midlayer.input_la",
-    ),
-    "fc transposed": ("eagle3", tensors(put("fc.weight", lambda w: w.T)), "fc.weight has shape [96, 32], but"),
-    "square matrix transposed": ("eagle3", tensors(put(O, lambda w: w.T)), "o_proj.weight is not what training wrote"),
-    "chunks of fc": ("eagle3", tensors(put("fc.weight", chunks([2, 0, 1]))), "fc.weight is not what training wrote"),
-    "halves of EAGLE-1's fc": (
-        "eagle1",
-        tensors(put("fc.weight", chunks([1, 0]))),
-        "fc.weight is not what training wrote",
-    ),
-    "inputs of q, k and v turned": ("eagle3", tensors(inputs_turned), "v_proj.weight are not what training wrote"),
-    "q and k swapped": ("eagle3", tensors(swap(Q, K)), "q_proj.weight has shape"),
-    "k and v swapped": ("peagle", tensors(swap(K, V)), "v_proj.weight is what training wrote as"),
-    "gate and up swapped": ("eagle1", tensors(GATES), "up_proj.weight is what training wrote as"),
-    "RoPE on neighbours": ("eagle3", tensors(stored_for_neighbours), "k_proj.weight are not what training wrote"),
-    "norms as distances from 1": ("eagle3.1", tensors(minus_one), "are not what training wrote"),
+    "norms swapped": ("eagle3", tensors(NORMS), "hidden_norm.weight and midlayer.input_layernorm.weight are swapped"),
+    "fc transposed": ("eagle3", tensors(put("fc.weight", lambda w: w.T)), "fc.weight is transposed"),
+    "square matrix transposed": ("eagle3", tensors(put(O, lambda w: w.T)), "o_proj.weight is transposed"),
+    "chunks of fc": ("eagle3", tensors(put("fc.weight", chunks([2, 0, 1]))), "chunks of fc are in the wrong order"),
+    "halves of EAGLE-1's fc": ("eagle1", tensors(put("fc.weight", chunks([1, 0]))), "chunks of fc are in the wrong"),
+    "inputs of q, k and v turned": ("eagle3", tensors(inputs_turned), "read the hidden state first"),
+    "q and k swapped": ("eagle3", tensors(swap(Q, K)), "k_proj.weight are swapped"),
+    "k and v swapped": ("peagle", tensors(swap(K, V)), "v_proj.weight are swapped"),
+    "gate and up swapped": ("eagle1", tensors(GATES), "up_proj.weight are swapped"),
+    "RoPE on neighbours": ("eagle3", tensors(stored_for_neighbours), "ordered for RoPE on neighbours"),
+    "norms as distances from 1": ("eagle3.1", tensors(minus_one), "distances from 1"),
     "RoPE base": ("eagle3", rope_base, "RoPE is rope_theta 500000.0"),
     "another class": ("eagle3", config(architectures=["LlamaForCausalLMEagle3X"]), 'was ["LlamaForCausalLMEagle3"]'),
     "another family": ("eagle3", config(model_type="qwen2"), 'model_type is "qwen2" in config.json, and was "llama"'),
@@ -371,11 +358,7 @@ DAMAGES = {
     "NaN": ("eagle3", tensors(put("norm.weight", lambda w: w * torch.nan)), "norm.weight has NaN"),
     "truncated file": ("eagle3", truncate, "truncated"),
     "final norm missing": ("eagle3", tensors(drop("norm.weight")), "norm.weight is missing"),
-    "final norm in EAGLE-1": (
-        "eagle1",
-        tensors(lambda x: x.update({"norm.weight": torch.ones(32)})),
-        "norm.weight is not part of such",
-    ),
+    "final norm in EAGLE-1": ("eagle1", tensors(lambda x: x.update({"norm.weight": torch.ones(32)})), "no final norm"),
     "context too small": ("eagle3", config(max_position_embeddings=128), "max_position_embeddings is 128"),
     "other embeddings": (
         "eagle3",
@@ -414,7 +397,7 @@ DAMAGES = {
     "a bias that fc does not have": (
         "eagle3",
         tensors(lambda x: x.update({"fc.bias": torch.ones(32)})),
-        "fc.bias is not part of such a draft. vLLM refuses the file or leaves",
+        "fc.bias is not part of such a draft. vLLM and SGLang leave it out",
     ),
     "a second file of weights": (
         "eagle3",
@@ -425,7 +408,7 @@ DAMAGES = {
     "another system prompt": ("eagle3", system_prompt, "You are a pirate"),
     "thinking mode": ("eagle3", fledge_field(template_kwargs=THINKS), "(thinking mode)"),
     "a target of fewer layers": ("eagle3", fewer_layers, "trained for a target of 8 layers, and this one has 4"),
-    "another target": ("eagle3", other_weights, "the target's hidden states [2, 4, 5] differ from those of training"),
+    "another target": ("eagle3", other_weights, "embeds the probe's tokens otherwise"),
 }
 
 
@@ -524,10 +507,10 @@ NO_FAULTS = {
     "weights rounded to fp8": (rounded, "its weights were rounded"),
     "a row of the head": (
         one_row,
-        "lm_head.weight is not what training wrote: of another step or draft, or changed by a conversion, though",
+        "lm_head.weight is not what training wrote: of another step or another draft, though",
     ),
     "a template with a date": (another_date, "e.g. another date"),
-    "a template with a comment": (same_words, ""),
+    "a template with a comment": (same_words, "renders the recorded chats as before"),
     "a target trained further": (trained_further, "quantized, trained further"),
     "no probe": (without_probe, "nothing to replay"),
 }
@@ -545,7 +528,7 @@ def test_what_is_no_fault_is_at_most_a_note(check, damaged, monkeypatch, name):
     change, words = NO_FAULTS[name]
     draft, target = damaged("eagle3")
     change(draft, target)
-    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    monkeypatch.setattr(pair, "_decode_questions", lambda *given: None)
     code, result = check(draft, target=target)
     assert code == 0 and not result["findings"], result["findings"]
     assert words in " ".join(result["notes"]) and bool(result["notes"]) == bool(words), result["notes"]
@@ -558,7 +541,7 @@ def test_swapped_tensors_are_a_fault_however_little_they_change(made, damaged):
     read, probe = read_files(draft)
     (finding,), notes, error = replays.logits_findings(read, replace(probe, logits_RKSJ=replayed(read, probe)), False)
     assert error <= replays.SAME and not notes
-    assert "fc_norm.0.weight is what training wrote as fc_norm.2.weight" in finding.cause
+    assert "fc_norm.0.weight and fc_norm.2.weight are swapped" in finding.cause
 
 
 def replayed(read: Any, probe: Any) -> torch.Tensor:
@@ -589,7 +572,7 @@ def test_a_damaged_probe_is_reported(check, damaged, monkeypatch, file, how):
     (draft / file).unlink()
     if how == "truncated":
         (draft / file).write_bytes(content[: len(content) // 2])
-    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    monkeypatch.setattr(pair, "_decode_questions", lambda *given: None)
     code, result = check(draft, target=target)
     assert code == 1 and [f["check"] for f in result["findings"]] == ["probe"]
     cause = result["findings"][0]["cause"]
@@ -627,7 +610,7 @@ def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damage
         accepted = accepts + (2 if draft.config.aux_layers == (2, 4, 5) else 0)
         return ProbeDecoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
 
-    monkeypatch.setattr("fledge.check.probe.decode", decode)
+    monkeypatch.setattr("fledge.check.pair.decode", decode)
     code, result = check(draft, target=target)
     (finding,) = result["findings"]
     assert code == 1 and "τ is 1.00" in finding["cause"] and "3.00 if its layers are [2, 4, 5]" in finding["cause"]
@@ -635,6 +618,32 @@ def test_a_draft_without_a_probe_decodes_and_is_read_in_other_ways(check, damage
     code, result = check(draft, target=target)
     (finding,) = result["findings"]
     assert code == 1 and "τ is 2.00 on 8 questions, and 4.00 if its layers" in finding["cause"]
+
+
+MIX_UPS = {
+    "midlayer.hidden_norm.weight and norm.weight are swapped": swap("midlayer.hidden_norm.weight", "norm.weight"),
+    "the target's layers are joined as [2, 1, 0]": put("fc.weight", chunks([2, 1, 0])),
+}
+
+
+@pytest.mark.parametrize("words", MIX_UPS)
+def test_mix_ups_without_a_probe_are_found_by_decoding(check, damaged, monkeypatch, words):
+    draft, target = damaged("eagle3")
+    without_probe(draft, target)
+    rewrite(draft, lambda x: x["norm.weight"].mul_(2))
+    right = load_file(draft / "model.safetensors")
+    tensors(MIX_UPS[words])(draft, target)
+
+    def decode(target: Any, draft: Any, prompts: list[list[int]], new: int, depth: int) -> ProbeDecoding:
+        state = draft.state_dict()
+        accepted = 2 if all(torch.equal(state[n].to(x.dtype), x) for n, x in right.items() if n in state) else 1
+        return ProbeDecoding(prompts, new, depth, [10 * (1 + accepted)] * 8, [10] * 8, "float32")
+
+    monkeypatch.setattr("fledge.check.pair.decode", decode)
+    code, result = check(draft, target=target)
+    (finding,) = result["findings"]
+    assert code == 1 and "and 3.00 after undoing that" in finding["cause"] and words in finding["cause"]
+    assert finding["cure"] == "undo this in the file"
 
 
 def test_norm_output_that_specforge_may_have_trained_is_noted(fledge, damaged):
@@ -652,7 +661,7 @@ def test_norm_output_that_specforge_may_have_trained_is_noted(fledge, damaged):
 def test_without_a_probe_a_draft_is_not_called_sound(fledge, damaged, monkeypatch):
     draft, target = damaged("eagle3")
     without_probe(draft, target)
-    monkeypatch.setattr(check_job, "_decode_questions", lambda *given: None)
+    monkeypatch.setattr(pair, "_decode_questions", lambda *given: None)
     ran = fledge("check", "--target", target, "--device", "cpu", "--draft", draft)
     assert ran.code == 0 and "sound" not in ran.out and "without a probe the weights cannot be compared" in ran.out
 
@@ -664,7 +673,7 @@ def test_an_engine_that_would_not_serve_the_draft_is_named(made, check, damaged)
     draft, target = damaged("eagle3")
     reconfigure(draft, architectures=["Eagle3LlamaForCausalLM"])
     code, result = check(draft, "--engine", "sglang", target=target)
-    assert code == 1 and "fledge export" in result["findings"][0]["symptom"]
+    assert code == 1 and "fledge export" in result["findings"][0]["cure"]
 
 
 def test_names_that_vllm_refuses_are_a_note_and_with_vllm_a_fault(check, damaged):
@@ -770,8 +779,8 @@ def test_names_are_printed_as_they_are(made, fledge, damaged):
     tensors(put("fc.weight", lambda w: w.T))(draft, target)
     layers([3, 5, 6], [1, 3, 4])(draft, target)
     out = " ".join(fledge("check", "--target", target, "--device", "cpu", "--draft", draft).out.split())
-    assert "Wrong, weights: fc.weight has shape" in out and "Wrong, layers: vLLM (eagle_aux" in out
-    assert "; cure: copy the draft again" in out and "Fc.weight" not in out and "VLLM" not in out
+    assert "Wrong, weights: fc.weight is transposed" in out and "Wrong, layers: vLLM (eagle_aux" in out
+    assert "; cure: transpose it." in out and "Fc.weight" not in out and "VLLM" not in out
 
 
 def test_training_from_features_on_disk_stores_a_probe_of_them(made, check, fledge, tmp_path):
@@ -849,8 +858,9 @@ def test_all_lists_moved_together_are_one_finding(check, damaged):
     layers([3, 5, 6], [2, 4, 5])(draft, target)
     fledge_field(aux_layers=[3, 5, 6])(draft, target)
     (finding,) = check(draft, target=target)[1]["findings"]
-    assert finding["cause"].startswith("fledge (fledge.aux_layers) and vLLM (")
-    assert "[3, 5, 6] in place of [2, 4, 5]" in finding["cause"]
+    assert (
+        finding["cause"].startswith("fledge (fledge.aux_layers) and vLLM (") and "moved up by one" in finding["cause"]
+    )
     assert finding["cure"].endswith("eagle_config.eagle_aux_hidden_state_layer_ids to [1, 3, 4]")
 
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 import fledge.io.display as display_module
-from fledge.cli import app
-from fledge.commands.plain_help import TABLE_WIDTH
+from fledge.cli import TABLE_WIDTH, app
 from fledge.drafts.weights import save_draft
 from fledge.io.display import LINE_INTERVAL, ProgressDisplay, fit
 from fledge.io.hub import show_progress

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from fledge import __version__
 from fledge.commands import evaluate as evaluate_job
+from fledge.commands.decoding import names, ways
 from fledge.commands.evaluate import FEW, EvalOptions, print_table, round_lines
-from fledge.commands.evaluate_ways import names, ways
 from fledge.decode.engine import Engine
 from fledge.drafts.weights import save_draft
 from fledge.io.display import ProgressDisplay, ResultPrinter

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fledge import familiar
 from fledge.commands.train import _options
-from fledge.familiar import ALIASES, VALUES, aliases_of
 from fledge.io.fields import DTYPES, parse_dtype
-from fledge.options import flag_of, option_fields
+from fledge.options import ALIASES, VALUES, aliases_of, flag_of, flags_of, option_fields
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe_file import with_config
 from test_options import OPTIONS
@@ -182,7 +180,7 @@ def test_bash_leaves_paths_to_itself():
 def test_every_flag_has_its_own_name_first():
     for kind in OPTIONS.values():
         for f in option_fields(kind):
-            assert familiar.flags_of(kind, f)[0] == flag_of(f.name)
+            assert flags_of(kind, f)[0] == flag_of(f.name)
 
 
 def test_the_documented_names_are_these():

@@ -126,12 +126,14 @@ ROOT = Path(package.__file__).parent
 COMMON = tuple(c for c in OPTIONS if c != "demo")  # which has few options of its own, and runs other commands
 READERS = {  # the commands that print a module's messages; all commands for other modules
     **{f"{OPTIONS[c].__module__.removeprefix('fledge.').replace('.', '/')}.py": (c,) for c in OPTIONS},
+    "options.py": ("generate", "eval"),  # except for messages about options that every command has
     "commands/decoding.py": ("generate", "eval"),
     "commands/train.py": ("train",),
     "commands/regenerate.py": ("regenerate",),
     **{file.relative_to(ROOT).as_posix(): ("train",) for file in (ROOT / "train").rglob("*.py")},
     "measure/evaluator.py": ("train",),
     "check/make_probe.py": ("train",),
+    "check/pair.py": ("check",),
     **{f"chat/{file.name}": ("chat",) for file in (ROOT / "chat").iterdir()},
     **{f"regenerate/{file.name}": ("regenerate",) for file in (ROOT / "regenerate").iterdir()},
     "publish/card.py": ("push",),

@@ -18,7 +18,7 @@ from fledge.drafts import weights
 from fledge.train.plan import DropTokens
 from fledge.train.setup import recipe as recipes
 from fledge.train.setup.options import TrainOptions
-from fledge.train.setup.recipe import NewDraft, resolve
+from fledge.train.setup.recipe import resolve
 from fledge.train.setup.recipe_file import read_yaml, with_config, write_yaml
 from support.chats import tiny_chats
 from support.runs import recipe_of
@@ -251,13 +251,9 @@ def test_a_recipe_is_resolved_from_the_table_of_methods(made: Path) -> None:
         return resolve(TrainOptions(target="t", data=["d"], device="cpu", **options))
 
     assert recipe().objective.depth == recipe().depth == 5 and recipe().objective.gamma == 0.8
-    assert recipe(method="eagle3.1").draft == NewDraft(None, 1, None, ("fc_norm", "norm_output"))
+    assert recipe(method="eagle3.1").draft is None and recipe(method="eagle3.1").switches == ("fc_norm", "norm_output")
     eagle1 = recipe(method="eagle1", depth=4, fc_bias=True)
-    assert (eagle1.depth, eagle1.objective.depth, eagle1.draft.aux_layers) == (
-        4,
-        1,
-        (),
-    ) and eagle1.objective.drop is None
+    assert (eagle1.depth, eagle1.objective.depth, eagle1.objective.drop) == (4, 1, None)
     peagle = recipe(method="peagle", cod_min_rate=0.5)
     assert (peagle.objective.gamma, peagle.objective.drop) == (1.0, DropTokens(0.8, 0.5))
     assert recipe().objective.drop is None and recipe(cod_rate=0.7).objective.drop == DropTokens(0.7, 0.2)

@@ -262,7 +262,7 @@ def test_of_a_target_that_does_not_fit_files_are_checked(fledge, tmp_path, monke
             return SimpleNamespace(returncode=-9)
         return SimpleNamespace(returncode=fledge(*words[3:]).code)
 
-    monkeypatch.setattr("fledge.io.machine.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("fledge.check.pair.free_bytes", lambda device: 1000)
     monkeypatch.setattr(serve.subprocess, "run", run)
     monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
     monkeypatch.setattr(command_module, "available", lambda engine: True)

@@ -36,7 +36,7 @@ from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.setup.recipe import ServedRecipe
+from fledge.train.setup.options import ServedOptions
 from fledge.train.setup.target import open_served_features, target_fingerprint
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
@@ -497,7 +497,8 @@ def test_a_target_that_the_connector_refuses_asks_no_server(target, tmp_path: Pa
         config = DeepseekV3Config() if model_type == "deepseek_v3" else SimpleNamespace(model_type=model_type)
         config.kv_lora_rank = rank
         latent = SimpleNamespace(config=config, name="t", num_layers=8, context=256, trust_remote_code=False)
-        open_served_features(ServedRecipe("http://127.0.0.1:9", None, None, "KEY"), latent, LAYERS, 64, print)
+        options = ServedOptions(features_from="http://127.0.0.1:9", api_key_env="KEY")
+        open_served_features(options, latent, LAYERS, 64, print)
 
     with pytest.raises(ValueError, match=r"t has multi-head latent attention \(kv_lora_rank 512\)"):
         opened("deepseek_v3", 512)

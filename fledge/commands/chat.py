@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.commands.decoding import DecodeOptions
+from fledge.commands.decoding import DecodeOptions, prepare_rounds
 from fledge.io.display import held_warnings
 from fledge.options import opt
 
@@ -61,7 +61,6 @@ def run(options: ChatOptions, progress: Any) -> None:
 def open_session(options: ChatOptions, progress: Any) -> Session:
     """Loads the models. Raises ValueError if the options do not fit the target."""
     from fledge.chat.session import Session
-    from fledge.commands.decoding import prepare_rounds
     from fledge.decode.prepare import TOKENS
 
     sampling = options.sampling()

@@ -15,9 +15,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fledge.commands import evaluate, features, generate, report, train
 from fledge.io.files import check_output_path, replace_directory
 from fledge.measure.record import record_text
 from fledge.options import Options, flag_of, opt
+from fledge.train.setup.options import TrainOptions
 
 if TYPE_CHECKING:
     from fledge.io.display import ProgressDisplay, ResultPrinter
@@ -116,30 +118,25 @@ class Demo:
 
     def answer(self, question: str) -> None:
         """Shows the answer to a question, the draft's tokens tinted, and the speed."""
-        from fledge.commands.generate import GenerateOptions, run
-
-        given = self._pair() | {"depth": DEPTH, "prompt": question, "stats": True}
+        pair = {name: str(self.out / name) for name in MODELS}
+        given: dict[str, Any] = pair | {"depth": DEPTH, "prompt": question, "stats": True}
         self._print_command("The assistant answers a question; tokens of the draft are tinted.", "generate", given)
-        run(GenerateOptions(**given, given=frozenset(given)), self.progress)
+        generate.run(generate.GenerateOptions(**given, given=frozenset(given)), self.progress)
 
     def write_features(self) -> Path:
         """Writes the assistant's hidden states of the conversations. Returns their directory.
 
         Computing the hidden states anew in every pass would be most of the time of a training.
         """
-        from fledge.commands.features import FeaturesOptions, run
-
         out = self.out / "features"
         given = {"target": str(self.out / "target"), "data": [str(self.out / TEXTS[0])], "out": str(out)} | FEATURES
         self._print_command("Writing what a draft learns from: hidden states of the assistant.", "features", given)
-        run(FeaturesOptions(**given, given=frozenset(given)), self.progress.say, self.progress)
+        options = features.FeaturesOptions(**given, given=frozenset(given))
+        features.run(options, self.progress.say, self.progress)
         return out
 
-    def train(self, features: Path, steps: int) -> Path:
+    def train(self, states: Path, steps: int) -> Path:
         """Trains a draft, or continues a training that was interrupted. Returns the draft's directory."""
-        from fledge.commands.train import run
-        from fledge.train.setup.options import TrainOptions
-
         runs = [self.out / "run", *sorted(self.out.glob("run-*"), key=lambda path: (len(path.name), path.name))]
         directory = next((path for path in runs if _interrupted(path, steps)), None)
         if directory:
@@ -147,15 +144,13 @@ class Demo:
             self._print_command("Continuing the training of a draft.", "train", given)
         else:
             directory = next(path for path in _numbered(self.out / "run") if not path.exists())
-            given = {"features": str(features), "out": str(directory), "steps": steps} | TRAIN
+            given = {"features": str(states), "out": str(directory), "steps": steps} | TRAIN
             self._print_command("Training a draft from nothing. τ is computed on the training data.", "train", given)
-        run(TrainOptions(**given, given=frozenset(given)), self.progress.say, self.progress)
+        train.run(TrainOptions(**given, given=frozenset(given)), self.progress.say, self.progress)
         return directory / "draft"
 
     def measure(self, drafts: dict[str, Path], temperature: int, prompts: int) -> dict[str, Any]:
         """Decodes with each draft (by name) and without. Returns {name: record}."""
-        from fledge.commands.evaluate import EvalOptions, refuse_changed_output, run
-
         given: dict[str, Any] = {
             "target": str(self.out / "target"), "draft": [str(draft) for draft in drafts.values()],
             "draft_mode": ["chain"], "depth": [DEPTH], "prompts": [str(self.out / TEXTS[1])], "limit": prompts,
@@ -163,22 +158,17 @@ class Demo:
         }  # fmt: skip
         compared = "with each draft and without" if len(drafts) > 1 else "with the draft and without"
         self._print_command(f"Answering held-out prompts {compared}, temperature {temperature}.", "eval", given)
-        record = run(EvalOptions(**given, given=frozenset(given)), self.progress)
-        refuse_changed_output(record)
+        record = evaluate.run(evaluate.EvalOptions(**given, given=frozenset(given)), self.progress)
+        evaluate.refuse_changed_output(record)
         return {name: record if len(drafts) == 1 else record[str(draft)] for name, draft in drafts.items()}
 
     def report(self, runs: list[Path]) -> None:
         """Draws these training runs and the measurements on one page."""
-        from fledge.commands.report import ReportOptions, run
-
         records = [self.out / f"eval-{temperature}.json" for temperature in TEMPERATURES.values()]
         given: dict[str, Any] = {"sources": [*map(str, [*runs, *records])], "out": str(self.out / "report.html")}
         self._say("")
         self._say(f"$ {shlex.join(['fledge', 'report', *given['sources'], '--out', given['out']])}")
-        run(ReportOptions(**given, given=frozenset(given)), lambda line: None)
-
-    def _pair(self) -> dict[str, Any]:
-        return {name: str(self.out / name) for name in MODELS}
+        report.run(report.ReportOptions(**given, given=frozenset(given)), lambda line: None)
 
     def _print_command(self, purpose: str, name: str, given: dict[str, Any]) -> None:
         self._say("")
@@ -197,10 +187,8 @@ def command_line(command: str, given: dict[str, Any]) -> str:
 
 def table(records: dict[str, Any]) -> dict[str, list[str]]:
     """The figures of records, as columns by heading."""
-    from fledge.commands.evaluate import half_width
-
     rows = records.values()
-    widths = [half_width(r) for r in rows]
+    widths = [evaluate.half_width(r) for r in rows]
     return {
         "draft": list(records),
         "τ": [f"{r['tau']:.2f}" + ("" if w is None else f" ± {w:.2f}") for r, w in zip(rows, widths, strict=True)],

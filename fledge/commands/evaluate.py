@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.commands.decoding import AUTO, DecodeOptions
+from fledge.commands.decoding import AUTO, DecodeOptions, load_engines, names, prepare_rounds, ways
 from fledge.methods import MOST_DEPTH, MOST_NODES
 from fledge.options import SERVER_OPTIONS, api_key_env_option, columns_option, model_option, opt, request_timeout_option
 
@@ -84,6 +85,32 @@ class EvalOptions(DecodeOptions):
             self.refuse(("batch", "device", "dtype", "target_impl"), "with --endpoint unless fledge decodes too, which")
 
 
+def command(options: EvalOptions, progress: Any, printer: ResultPrinter) -> None:
+    """Prints what `run` measures, as a table or as JSON, and draws its report. Raises ValueError as
+    `refuse_changed_output` does."""
+    from fledge.measure.record import record_text
+    from fledge.report.page import check_report_path, report_file, report_record
+
+    def show(record: dict[str, Any]) -> None:
+        if options.json:
+            print(record_text(record), flush=True)
+        elif options.endpoint:
+            from fledge.commands.evaluate_endpoint import print_table as print_servers_table
+
+            print_servers_table(record, printer)
+        else:
+            print_table(record, printer)
+
+    if options.report:
+        check_report_path(options.report, "--report")
+    record = run(options, progress, show)
+    if options.report:
+        report_record(record, options.report)
+    elif options.out:
+        report_file(Path(options.out), progress.say)
+    refuse_changed_output(record)
+
+
 def run(
     options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
 ) -> dict[str, Any]:
@@ -99,6 +126,7 @@ def run(
     from fledge.commands.decoding import prepare_rounds
     from fledge.commands.evaluate_ways import load_engines, names, ways
     from fledge.data.sources import shadowed_presets
+    from fledge.data.presets import shadowed_presets
     from fledge.decode.propose import Drafting
     from fledge.drafts.weights import draft_sha256, open_draft, read_draft_config
     from fledge.io.machine import command, restoring_signals

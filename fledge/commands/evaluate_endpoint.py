@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fledge.commands.decoding import AUTO
-from fledge.commands.evaluate_ways import ways
+from fledge.commands.decoding import AUTO, ways
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
 from fledge.decode.propose import Drafting

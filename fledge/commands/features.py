@@ -136,7 +136,7 @@ def _prepare(
     from fledge.io.machine import resolve_device
     from fledge.targets.compatibility import resolve_layers
     from fledge.train.setup.data import read_data
-    from fledge.train.setup.recipe import data_recipe, layer_ids, served_recipe
+    from fledge.train.setup.recipe import check_served, data_recipe, layer_ids
     from fledge.train.setup.target import (
         check_length,
         live_features,
@@ -153,12 +153,13 @@ def _prepare(
         raise ValueError("--aux-layers none needs --all-final-states: EAGLE-1 reads the final states of all tokens")
     set_up_process(device)
     data = data_recipe(options, kwargs)
-    served = served_recipe(options)
+    check_served(options)
+    served = options.features_from is not None
     target = open_served_target(options, data, device) if served else open_target(options, data, device)
     layers, length = resolve_layers(layers, target), min(data.longest, target.context)
     if served:
         check_length(data, target)
-        source, hold_out = open_served_features(served, target, layers, length, say), True
+        source, hold_out = open_served_features(options, target, layers, length, say), True
     else:
         source, hold_out = live_features(target, layers, say), not target.rollback_problem
     template = ChatTemplate(target.tokenizer, target.stop_ids, kwargs)

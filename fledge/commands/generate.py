@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.commands.decoding import DecodeOptions
+from fledge.commands.decoding import DecodeOptions, prepare_rounds
 from fledge.io.display import escaped, held_warnings
 from fledge.options import opt
 
@@ -40,7 +40,6 @@ class GenerateOptions(DecodeOptions):
 
 def run(options: GenerateOptions, progress: Any) -> None:
     """Generates the answer and streams it to standard output."""
-    from fledge.commands.decoding import prepare_rounds
     from fledge.decode.engine import NEW_TOKENS
     from fledge.decode.request import Completion
     from fledge.measure.metrics import alpha, alpha_text, tau

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fledge.options import Options, opt
-
-if TYPE_CHECKING:
-    pass
 
 NAME = "report.html"
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.sources import Source
-from fledge.familiar import replace_aliases
-from fledge.options import names_of
+from fledge.options import names_of, replace_aliases
 from fledge.train.setup.launch import restarted_options, run_ranks
 from fledge.train.setup.options import OUT, TrainOptions
 

@@ -114,9 +114,9 @@ def make_rows(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Docu
 
 def pack_rows(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Rows:
     """The documents packed into rows. A row is no longer than the data."""
-    asked = recipe.data.row_length or 2 * prepared.max_length
+    asked = recipe.options.row_length or 2 * prepared.max_length
     tokens = int(lengths_of(documents).sum())
-    if asked > tokens and recipe.data.row_length:
+    if asked > tokens and recipe.options.row_length:
         say(f"--row-length {asked:,} is more than the {tokens:,} tokens of the data; rows have {tokens:,} tokens")
     row = min(asked, tokens)
     return Rows(documents, row, recipe.options.seed)

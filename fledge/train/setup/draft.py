@@ -12,10 +12,10 @@ from fledge.data.documents import Document
 from fledge.data.modes import shared_variables
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.drafts.draft import Draft
-from fledge.drafts.registry import new_draft
+from fledge.drafts.init import initialize_from_target
 from fledge.drafts.weights import load_draft, template_sha256, tokenizer_sha256
 from fledge.targets.compatibility import connect_draft
-from fledge.train.setup.recipe import ExistingDraft, Recipe
+from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.target import PreparedTarget
 
 DRAFT_VOCAB = 32_000  # maximum of the default draft vocabulary size
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 def make_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
     """The draft to train, on the target's device and in its dtype. `recipe.options.seed` seeds its random weights."""
     torch.manual_seed(recipe.options.seed)
-    make = _existing_draft if isinstance(recipe.draft, ExistingDraft) else _new_draft
+    make = _existing_draft if recipe.draft else _new_draft
     draft = make(recipe, prepared, documents, say).to(device=prepared.target.device, dtype=prepared.target.dtype)
     connect_draft(draft, prepared.target)
     return draft
@@ -34,15 +34,14 @@ def make_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
 
 def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
     """Validates the shape of a new draft before the data is read. Raises ValueError if it is not valid."""
-    if not isinstance(recipe.draft, ExistingDraft):
+    if not recipe.draft:
         _config(recipe, prepared, mask_token=0)
 
 
 def draft_sizes(recipe: Recipe, planned: PreparedTarget) -> Draft:
     """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid."""
-    existing = isinstance(recipe.draft, ExistingDraft)
     with torch.device("meta"):
-        draft = new_draft(recipe.draft.config if existing else _config(recipe, planned, mask_token=0))
+        draft = Draft(recipe.draft.config if recipe.draft else _config(recipe, planned, mask_token=0))
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(recipe.options.train_embeddings)
     return draft.to(planned.target.dtype)
@@ -75,7 +74,7 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
     vocab = target.embedding.shape[0]
     ids, coverage = choose_vocabulary(documents, vocab, _vocab_size(recipe, vocab), target.stop_ids)
     say(f"the draft vocabulary has {ids.numel():,} of {vocab:,} tokens and covers {_coverage_text(coverage)}")
-    if recipe.method.masks:
+    if recipe.method.one_pass:
         mask = choose_mask_token(documents, vocab, target.tokenizer, target.stop_ids)
         say(
             f"mask token: {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for tokens that are not "
@@ -84,9 +83,9 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
     if recipe.options.train_embeddings:
         say("the draft gets embeddings of its own: vLLM uses them, SGLang replaces them by the target's")
     config = _config(recipe, prepared, mask)
-    draft = new_draft(config.with_provenance(coverage=coverage, **_provenance(recipe, prepared)))
+    draft = Draft(config.with_provenance(coverage=coverage, **_provenance(recipe, prepared)))
     draft.set_vocabulary(ids)
-    draft.initialize(target.last_layer_weights(), target.head_weight, target.embedding)
+    initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
     return draft
 
 
@@ -97,18 +96,18 @@ def _config(recipe: Recipe, prepared: PreparedTarget, mask_token: int | None) ->
         max_length=prepared.max_length,
         method=recipe.method.name,
         draft_vocab_size=_vocab_size(recipe, shape["vocab_size"]),
-        num_hidden_layers=recipe.draft.layers,
+        num_hidden_layers=recipe.options.layers,
         aux_layers=prepared.layers or None,
         num_aux_hidden_states=len(prepared.layers),
         own_embeddings=recipe.options.train_embeddings,
-        mask_token_id=mask_token if recipe.method.masks else None,
-        **dict.fromkeys(recipe.draft.switches, True),
+        mask_token_id=mask_token if recipe.method.one_pass else None,
+        **dict.fromkeys(recipe.switches, True),
     )
 
 
 def _vocab_size(recipe: Recipe, vocab: int) -> int:
     """The vocabulary size of a new draft, for a target with `vocab` tokens."""
-    return vocab if recipe.method.borrows_head else recipe.draft.vocab_size or min(vocab, DRAFT_VOCAB)
+    return vocab if recipe.method.borrows_head else recipe.options.draft_vocab or min(vocab, DRAFT_VOCAB)
 
 
 def _provenance(recipe: Recipe, prepared: PreparedTarget) -> dict[str, Any]:

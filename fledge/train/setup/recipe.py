@@ -55,48 +55,19 @@ INEFFECTIVE: dict[str, tuple[tuple[str, ...], str]] = {
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """The data sources and the maximum lengths of documents and rows, in tokens. A length that is None is chosen once
-    the target and the data are loaded. `cache` is the directory of tokenized data and `workers` the number of processes
-    that tokenize; None stands for the defaults. `modes` are all sets of template variables that sources are rendered
-    with: `template_kwargs`, and a source's own, which take precedence."""
+    """The data sources. `max_length` is the maximum document length in tokens, if the user chose it, and `longest` that
+    length or its default; the target's context may lower it. `cache` is the directory of tokenized data and `workers`
+    the number of processes that tokenize; None stands for the defaults. `modes` are all sets of template variables that
+    sources are rendered with: `template_kwargs`, and a source's own, which take precedence."""
 
     sources: tuple[str, ...]
     template_kwargs: dict[str, Any] | None
     skip_bad: bool
     max_length: int | None
-    row_length: int | None
+    longest: int
     cache: str | None
     workers: int | None
     modes: tuple[dict[str, Any], ...]
-
-    @property
-    def longest(self) -> int:
-        """Maximum document length in tokens; the target's context may lower it."""
-        return self.max_length or min(MAX_LENGTH, self.row_length or MAX_LENGTH)
-
-
-@dataclass(frozen=True)
-class ServedRecipe:
-    """Hidden states that vLLM computes. `address` is that of its server, or a directory of files that it wrote.
-    `layers` are all that it captures, ascending (None: those that are needed). `mapped` is the path of its directory
-    there and here, if they differ. `api_key_env` names the environment variable with the server's key, if it has one.
-    """
-
-    address: str
-    layers: tuple[int, ...] | None
-    mapped: tuple[Path, Path] | None
-    api_key_env: str
-
-
-@dataclass(frozen=True)
-class NewDraft:
-    """The shape of a new draft. `switches` are the boolean fields of its DraftConfig that are turned on. `aux_layers`
-    None stands for the engines' default, `vocab_size` None for the target's vocabulary size, at most 32,000."""
-
-    vocab_size: int | None
-    layers: int
-    aux_layers: tuple[int, ...] | None
-    switches: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -111,17 +82,26 @@ class ExistingDraft:
 class Recipe:
     """Everything about a run that is known before weights and data are loaded. `options` have the target's name, the
     device and the implementation in place of None. `choice` is a key of `fledge.methods.CHOICES`. `depth` is the number
-    of tokens that the trained draft drafts by default. `features` are hidden states on disk, and `served` hidden
-    states from vLLM (both None: the target computes hidden states)."""
+    of tokens that the trained draft drafts by default. `features` are hidden states on disk, None without. `draft` is
+    the draft to continue training; None: a new draft, whose shape `options` say."""
 
     options: TrainOptions
     choice: str
     depth: int
     data: DataRecipe
     features: FeatureCache | None
-    served: ServedRecipe | None
-    draft: NewDraft | ExistingDraft
+    draft: ExistingDraft | None
     objective: Objective
+
+    @property
+    def served(self) -> bool:
+        """Whether vLLM computes the hidden states."""
+        return self.options.features_from is not None
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """The boolean fields of a new draft's DraftConfig that are turned on."""
+        return tuple(n for n in SWITCHES if getattr(self.options, n) or n in CHOICES[self.choice].switches)
 
     @property
     def method(self) -> Method:
@@ -154,6 +134,8 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         options.refuse((option for option, reason in reasons.items() if reason == why), why)
     depth = _depth(options, existing, choice.method)
     data, objective = _data(options, existing, features), _objective(options, choice.method, depth)
+    check_served(options)
+    layer_ids(options.aux_layers)
     if options.eval_prompts:
         check_source(options.eval_prompts, "--eval-prompts")
     if options.log and importlib.util.find_spec(options.log) is None:
@@ -166,8 +148,7 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         depth=depth,
         data=data,
         features=features,
-        served=served_recipe(options),
-        draft=existing or _new_draft(options, choice),
+        draft=existing,
         objective=objective,
     )
 
@@ -196,14 +177,14 @@ def find_choice(name: str) -> Choice:
     return CHOICES[name]
 
 
-def served_recipe(options: ServedOptions) -> ServedRecipe | None:
-    """The hidden states of vLLM that the options ask for; None if they do not. Raises ValueError for an address that is
-    neither a directory nor that of a server."""
+def check_served(options: ServedOptions) -> None:
+    """Raises ValueError for an address of vLLM that is neither a directory nor that of a server, for layers and paths
+    that are not valid, and for options without effect."""
     address = options.features_from
     if address is None:
         needless = ("features_layers", "features_map", "api_key_env")
         options.refuse(needless, "without hidden states of vLLM; give --features-from, or")
-        return None
+        return
     folder = Path(address).is_dir()
     if not folder:
         refuse_credentials(address)
@@ -214,7 +195,6 @@ def served_recipe(options: ServedOptions) -> ServedRecipe | None:
         )
     if folder:
         options.refuse(["features_map", "api_key_env"], "with a directory of files;")
-    mapped = None
     if options.features_map is not None:
         there, _, here = options.features_map.partition("=")
         if not there or not Path(here).is_dir() or not here:
@@ -222,9 +202,7 @@ def served_recipe(options: ServedOptions) -> ServedRecipe | None:
                 f"--features-map {options.features_map} is not THERE=HERE, the paths of a directory on the server and "
                 "of the same directory here, which has to exist"
             )
-        mapped = Path(there), Path(here)
-    layers = layer_ids(options.features_layers, "--features-layers")
-    return ServedRecipe(address, layers, mapped, options.api_key_env)
+    layer_ids(options.features_layers, "--features-layers")
 
 
 def _choice(name: str, existing: ExistingDraft | None) -> Choice:
@@ -259,7 +237,7 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
                 f"{features.path}; a row must have room for the longest document"
             )
         modes = tuple(known.template_modes) or (known.template_kwargs or {},)
-        return DataRecipe((), known.template_kwargs, False, known.max_length, options.row_length, None, None, modes)
+        return DataRecipe((), known.template_kwargs, False, known.max_length, known.max_length, None, None, modes)
     if options.row_length and options.max_length and options.row_length < options.max_length:
         raise ValueError(
             f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
@@ -272,23 +250,17 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
 
 
 def data_recipe(options: DataOptions, kwargs: dict[str, Any] | None, row_length: int | None = None) -> DataRecipe:
-    """The data that the options name, with these variables of the chat template. Raises ValueError for a source that
-    cannot be read."""
+    """The data that the options name, rendered with these variables of the chat template, for rows of `row_length`
+    tokens. Raises ValueError for a source that cannot be read."""
     sources = tuple(with_columns(options.data, options.columns))
     try:
         modes = modes_of(options.data, kwargs)
     except ValueError as e:
         raise ValueError(f"--data {e}") from e
+    longest = options.max_length or min(MAX_LENGTH, row_length or MAX_LENGTH)
     return DataRecipe(
-        sources, kwargs, options.skip_bad, options.max_length, row_length, options.data_cache, options.data_workers,
-        modes,
-    )  # fmt: skip
-
-
-def _new_draft(options: TrainOptions, choice: Choice) -> NewDraft:
-    switches = tuple(name for name in SWITCHES if getattr(options, name) or name in choice.switches)
-    layers = layer_ids(options.aux_layers) if choice.method.reads_layers else ()
-    return NewDraft(options.draft_vocab, options.layers, layers, switches)
+        sources, kwargs, options.skip_bad, options.max_length, longest, options.data_cache, options.data_workers, modes
+    )
 
 
 def layer_ids(text: str | None, flag: str = "--aux-layers") -> tuple[int, ...] | None:

@@ -28,10 +28,9 @@ from fledge.data.documents import fingerprint
 from fledge.data.read import absolute_source
 from fledge.data.sources import Source
 from fledge.drafts.draft import Draft
-from fledge.familiar import replace_aliases
 from fledge.io.fields import format_value, shortened
 from fledge.io.files import check_output_path
-from fledge.options import default_of, flag_of, has_type, option_fields, validation_problem
+from fledge.options import default_of, flag_of, has_type, option_fields, replace_aliases, validation_problem
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.setup.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
 from fledge.train.setup.recipe import (

@@ -29,8 +29,8 @@ from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts,
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.feed import ReceivedFeatures
-from fledge.train.setup.options import TargetOptions
-from fledge.train.setup.recipe import DataRecipe, ExistingDraft, Recipe, ServedRecipe
+from fledge.train.setup.options import ServedOptions, TargetOptions
+from fledge.train.setup.recipe import DataRecipe, Recipe, layer_ids
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ def plan_target(recipe: Recipe) -> PreparedTarget:
 def reads_features_only(recipe: Recipe) -> bool:
     """Whether the target does not run: vLLM computes it, or its features are on disk and τ is not measured by
     decoding."""
-    return recipe.served is not None or (recipe.features is not None and not _decoding_option(recipe))
+    return recipe.served or (recipe.features is not None and not _decoding_option(recipe))
 
 
 def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Say) -> PreparedTarget:
@@ -94,7 +94,7 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Say) -> Prepare
         source = _stored_features(cache, target, layers)
     elif recipe.served:
         check_length(recipe.data, target)
-        source = open_served_features(recipe.served, target, layers, min(recipe.data.longest, target.context), say)
+        source = open_served_features(recipe.options, target, layers, min(recipe.data.longest, target.context), say)
     else:
         source = live_features(target, layers, say)
         if not target.packs and mesh is not None:
@@ -234,13 +234,14 @@ def check_connector(target: TransformersTarget) -> None:
 
 
 def open_served_features(
-    served: ServedRecipe, target: TransformersTarget, layers: tuple[int, ...], max_length: int, say: Say
+    options: ServedOptions, target: TransformersTarget, layers: tuple[int, ...], max_length: int, say: Say
 ) -> VllmFeatures:
-    """vLLM's features of the given layers, for documents of at most `max_length` tokens. Raises ValueError if they are
-    not available; if no server answers, with the command that starts one."""
-    captured = served.layers or tuple(sorted({*layers, target.num_layers}))
-    if Path(served.address).is_dir():
-        states = StatesFolder(Path(served.address))
+    """vLLM's features of the given layers, for documents of at most `max_length` tokens. The options are those that
+    `check_served` accepts. Raises ValueError if the features are not available; if no server answers, with the command
+    that starts one."""
+    captured = layer_ids(options.features_layers) or tuple(sorted({*layers, target.num_layers}))
+    if Path(options.features_from).is_dir():
+        states = StatesFolder(Path(options.features_from))
         say(f"{states.path} has hidden states of {len(states):,} texts")
         if states.layers is None:
             say(f"{states.path} {UNCHECKED}")
@@ -248,8 +249,10 @@ def open_served_features(
         check_connector(target)
         length = min(max_length + 1, target.context)  # vLLM refuses a longer one than the target's
         start = serve_command(target.name, captured, length, trust=target.trust_remote_code)
-        key = key_in(served.api_key_env)
-        states = VllmServer(served.address, start, say, mapped=served.mapped, api_key=key)
+        there, _, here = (options.features_map or "").partition("=")
+        mapped = (Path(there), Path(here)) if there else None
+        key = key_in(options.api_key_env)
+        states = VllmServer(options.features_from, start, say, mapped=mapped, api_key=key)
         say(f"{states.root} computes {states.model}")
     return VllmFeatures(states, target, layers, captured)
 
@@ -312,14 +315,15 @@ def retain_freed_memory() -> bool:
 def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
     """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
     existing draft that does not fit it."""
-    draft = recipe.draft
-    if isinstance(draft, ExistingDraft):
+    if draft := recipe.draft:
         if problem := mismatch(draft.config, target):
             raise ValueError(f"--init-from {draft.name} does not fit {target.name}: {problem}")
         return layers_of(draft.config, target)
     if not recipe.method.reads_layers:
         return ()
-    return resolve_layers(draft.aux_layers or (recipe.features and recipe.features.layout.layers) or None, target)
+    return resolve_layers(
+        layer_ids(recipe.options.aux_layers) or (recipe.features and recipe.features.layout.layers) or None, target
+    )
 
 
 def _decoding_option(recipe: Recipe) -> str | None:
