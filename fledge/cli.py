@@ -52,6 +52,7 @@ from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signa
 from fledge.options import Options, default_of, flag_of, option_fields, panels_of
 from fledge.io.progress import show_progress
 from fledge.io.signals import ignore_signals, is_assembler_error, stopping_signals
+from fledge.measure.options import EvalOptions
 from fledge.options import (
     Options,
     default_of,
@@ -263,7 +264,7 @@ _command("train", TrainOptions, _train)
 _command("demo", demo.DemoOptions, lambda o: demo.run(o, ResultPrinter(), ProgressDisplay()))
 _command("generate", generate.GenerateOptions, lambda o: generate.run(o, _display()))
 _command("chat", chat.ChatOptions, lambda o: chat.run(o, _display()))
-_command("eval", evaluate.EvalOptions, lambda o: evaluate.command(o, _display(quiet=o.json), ResultPrinter()))
+_command("eval", EvalOptions, lambda o: evaluate.command(o, _display(quiet=o.json), ResultPrinter()))
 _command("regenerate", RegenerateOptions, lambda o: _showing_progress(regenerate.run, o))
 _command("features", features.FeaturesOptions, lambda o: _showing_progress(features.run, o))
 _command("serve", serve.ServeOptions, lambda o: serve.run(o, ProgressDisplay().say))

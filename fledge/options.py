@@ -204,12 +204,12 @@ def aliases_of(kind: type[Options], name: str) -> tuple[str, ...]:
     return tuple(alias for alias in ALIASES.get(name, ()) if alias not in taken)
 
 
-def flags_of(kind: type[Options], f: Field) -> list[str]:
+def flags_of(kind: type[Options], f: Field[Any]) -> list[str]:
     """The flags of an option, its own name first."""
     return [flag_of(name) for name in (f.name, *aliases_of(kind, f.name))]
 
 
-def values_of(f: Field) -> Callable[[str], list[str]] | None:
+def values_of(f: Field[Any]) -> Callable[[str], list[str]] | None:
     """The function with which a shell completes an option's values; None if it completes paths."""
     values = VALUES.get(f.name)
     return None if values is None else lambda incomplete: [v for v in values if v.startswith(incomplete)]

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from fledge.commands import generate as generate_job
-from fledge.commands.evaluate import summary_lines
 from fledge.decode.engine import load
 from fledge.drafts.weights import save_draft
 from fledge.io.files import exclusive_lock, sibling_path
 from fledge.measure.prompts import read_prompts
 from fledge.measure.record import is_record
+from fledge.measure.table import summary_lines
 from fledge.regenerate.answerers import OwnEngine
 from fledge.targets.loading import load_target
 from fledge.targets.parts import ModelTarget

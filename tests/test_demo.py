@@ -19,9 +19,9 @@ import pytest
 from fledge.chat.tints import TINTS
 from fledge.cli import app
 from fledge.commands import demo
-from fledge.commands.evaluate import EvalOptions
 from fledge.commands.generate import GenerateOptions
 from fledge.io.display import ProgressDisplay
+from fledge.measure.options import EvalOptions
 from fledge.train.setup.options import TrainOptions
 from support.commands import Ran
 from support.terminal import TerminalOf
@@ -52,7 +52,6 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("fledge.commands.features.run", lambda options, say, progress: ran.append(options))
     monkeypatch.setattr("fledge.commands.train.run", train)
     monkeypatch.setattr("fledge.commands.evaluate.run", evaluate)
-    monkeypatch.setattr("fledge.commands.evaluate.print_table", lambda *_: None)
     monkeypatch.setattr("fledge.commands.generate.run", lambda options, progress: ran.append(options))
     monkeypatch.setattr("fledge.commands.report.run", lambda options, say: ran.append(options))
     return ran

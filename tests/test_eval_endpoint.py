@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from fledge.commands import evaluate_endpoint
-from fledge.commands.evaluate_endpoint import _depth_of
 from fledge.drafts.weights import save_draft
 from fledge.engines.client import Client, Decoding
 from fledge.engines.metrics import of_requests
 from fledge.io.http import ServerProblem, root_of
 from fledge.measure import endpoint
+from fledge.measure import server as server_module
 from fledge.measure.endpoint import causes, measure, tau_error
 from fledge.measure.prompts import read_prompts
 from fledge.measure.record import is_record
+from fledge.measure.server import _depth_of
 from support.commands import Ran
 from support.drafts_on_disk import rewrite
 from support.files import write_rows
@@ -180,7 +180,7 @@ def short_of_memory(*given: Any, **options: Any) -> None:
 def test_a_measurement_outlives_a_failure_of_fledges_decoder(evaluate, made, tmp_path, monkeypatch, how):
     out, sglang = tmp_path / "record.json", how == "a tree"
     if not sglang:
-        monkeypatch.setattr("fledge.commands.decoding.DecodeOptions.load_engine", short_of_memory)
+        monkeypatch.setattr("fledge.decode.options.DecodeOptions.load_engine", short_of_memory)
     options = dict(engine="sglang", depth=31) if sglang else {}
     with FakeServer(words=20, tokenizer=tiny_tokenizer(), **options).started() as server:
         words = ["--target", made / "target", "--draft", made / "draft", "--device", "cpu", "--out", out]
@@ -196,7 +196,7 @@ def test_a_mistake_in_the_code_is_no_message(evaluate, made, tmp_path, monkeypat
     def fail(*given: Any) -> None:
         raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr("fledge.commands.decoding.DecodeOptions.load_engine", fail)
+    monkeypatch.setattr("fledge.decode.options.DecodeOptions.load_engine", fail)
     with FakeServer(words=20, tokenizer=tiny_tokenizer()).started() as server, pytest.raises(RuntimeError, match="a k"):
         evaluate(server, "--target", made / "target", "--draft", made / "draft", "--out", tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["tau"] > 1
@@ -435,7 +435,7 @@ def test_finished_measurements_outlive_the_end_of_a_later_one(evaluate, tmp_path
         signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(evaluate_endpoint, "measure", measure_one)
+    monkeypatch.setattr(server_module, "measure", measure_one)
     with FakeServer(words=20).started() as server:
         words = [word for n in range(planned) for word in ("--concurrency", n + 1)]
         went = evaluate(server, *words, "--out", out)

@@ -19,17 +19,18 @@ from hypothesis import strategies as st
 
 from fledge import __version__
 from fledge.commands import evaluate as evaluate_job
-from fledge.commands.decoding import names, ways
-from fledge.commands.evaluate import FEW, EvalOptions, print_table, round_lines
 from fledge.decode.engine import Engine
 from fledge.drafts.weights import save_draft
 from fledge.io.display import ProgressDisplay, ResultPrinter
 from fledge.measure import record as record_module
 from fledge.measure import run as eval_run
+from fledge.measure import table as table_module
 from fledge.measure.intervals import speedup_interval, tau_interval
+from fledge.measure.options import EvalOptions, names, ways
 from fledge.measure.prompts import EvalPrompt
 from fledge.measure.record import record_text
 from fledge.measure.run import EvaluationStopped, evaluate
+from fledge.measure.table import FEW, print_table, round_lines
 from fledge.types import Sampling
 from support.commands import TESTS
 from support.decoding import fit_head, spoken
@@ -275,7 +276,7 @@ def test_a_turn_that_does_not_fit_loses_nothing(fledge: Any, tmp_path: Path) -> 
 def test_a_second_interruption_loses_nothing(
     during: str, number: int, measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = {"_record": eval_run, "print_table": evaluate_job, "replace_text": record_module}[during]
+    module = {"_record": eval_run, "print_table": table_module, "replace_text": record_module}[during]
     whole = getattr(module, during)
 
     def stopped_again(*args: Any) -> Any:
@@ -295,7 +296,7 @@ def test_a_second_interruption_loses_nothing(
 def test_an_interruption_of_a_finished_evaluation_loses_nothing(
     during: str, code: int, measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = {"_record": eval_run, "print_table": evaluate_job, "replace_text": record_module}[during]
+    module = {"_record": eval_run, "print_table": table_module, "replace_text": record_module}[during]
     whole, calls = getattr(module, during), []
 
     def stopped(*args: Any) -> Any:

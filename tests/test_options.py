@@ -13,7 +13,6 @@ import fledge as package
 from fledge.commands.chat import ChatOptions
 from fledge.commands.check import CheckOptions
 from fledge.commands.demo import DemoOptions
-from fledge.commands.evaluate import EvalOptions
 from fledge.commands.export import ExportOptions
 from fledge.commands.features import FeaturesOptions
 from fledge.commands.generate import GenerateOptions
@@ -21,6 +20,7 @@ from fledge.commands.inspect import InspectOptions
 from fledge.commands.push import PushOptions
 from fledge.commands.report import ReportOptions
 from fledge.commands.serve import ServeOptions
+from fledge.measure.options import EvalOptions
 from fledge.options import Options, flag_of, option_fields
 from fledge.regenerate.options import RegenerateOptions
 from fledge.train.setup.options import TrainOptions
@@ -94,7 +94,6 @@ def test_options_with_effect_are_accepted(command, given, fledge, monkeypatch):
     took = []
     module = {"eval": "evaluate"}.get(command, command)
     monkeypatch.setattr(f"fledge.commands.{module}.run", lambda options, *_: took.append(options) or {})
-    monkeypatch.setattr("fledge.commands.evaluate.print_table", lambda *_: None)
     fledge(command, *SOME[command], *given.split())
     assert len(took) == 1
     words = {flag for flag in (*SOME[command], *given.split()) if flag.startswith("--")}
@@ -127,7 +126,7 @@ COMMON = tuple(c for c in OPTIONS if c != "demo")  # which has few options of it
 READERS = {  # the commands that print a module's messages; all commands for other modules
     **{f"{OPTIONS[c].__module__.removeprefix('fledge.').replace('.', '/')}.py": (c,) for c in OPTIONS},
     "options.py": ("generate", "eval"),  # except for messages about options that every command has
-    "commands/decoding.py": ("generate", "eval"),
+    "decode/options.py": ("generate", "eval"),
     "commands/train.py": ("train",),
     "commands/regenerate.py": ("regenerate",),
     **{file.relative_to(ROOT).as_posix(): ("train",) for file in (ROOT / "train").rglob("*.py")},
@@ -136,20 +135,20 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "check/pair.py": ("check",),
     **{f"chat/{file.name}": ("chat",) for file in (ROOT / "chat").iterdir()},
     **{f"regenerate/{file.name}": ("regenerate",) for file in (ROOT / "regenerate").iterdir()},
-    "publish/card.py": ("push",),
+    **dict.fromkeys(("publish/card.py", "publish/upload.py"), ("push",)),
     "engines/export.py": ("export",),
-    "commands/evaluate_endpoint.py": ("eval",),
+    **dict.fromkeys(("commands/evaluate.py", "measure/compare.py", "measure/server.py", "measure/table.py"), ("eval",)),
     "engines/client.py": ("regenerate", "eval"),
     "measure/endpoint.py": ("eval",),
     "measure/prompts.py": ("eval",),
     "io/http.py": ("eval", "features", "regenerate"),
-    "data/tokenize.py": ("train",),
-    "data/record.py": ("train", "features", "regenerate", "eval"),
+    "data/dataset.py": ("train",),
+    **dict.fromkeys(("data/columns.py", "data/record.py"), ("train", "features", "regenerate", "eval")),
     "report/training.py": ("train",),
     "report/decoding.py": ("eval",),
-    "states/writer.py": ("features",),
+    **dict.fromkeys(("states/budget.py", "states/directory.py"), ("features",)),
     "states/source.py": ("train",),
-    **{f"states/{file.name}": ("train", "features") for file in (ROOT / "states").glob("vllm_*")},
+    **{f"states/vllm/{file.name}": ("train", "features") for file in (ROOT / "states" / "vllm").iterdir()},
     "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
     # the others load no target

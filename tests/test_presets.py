@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fledge.commands.evaluate import EvalOptions
 from fledge.commands.features import FeaturesOptions
 from fledge.data.read import check_source, read_records, with_columns
 from fledge.data.sources import PRESETS, shadowed_presets
+from fledge.measure.options import EvalOptions
 from fledge.measure.prompts import DEFAULT_PROMPTS, PROMPT_SETS, read_prompts
 from fledge.options import option_fields
 from fledge.regenerate.options import RegenerateOptions

@@ -457,7 +457,7 @@ def train_on_features(ranks: Ranks, directory: Path, work: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_writer, "MIN_SHARD", 60_000)
         if ranks.leads:
-            features_job.write(features, lambda line: None, progress)
+            features_job.run(features, lambda line: None, progress)
     ranks.meet("after features were written", None)
     trained = TrainOptions(
         features=features.out, out=str(work / "run"), device="cpu", row_length=64, rows_per_step=2, depth=2,

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from fledge.commands.evaluate import print_table
 from fledge.commands.generate import GenerateOptions
 from fledge.commands.generate import run as generate
 from fledge.decode.engine import Engine
 from fledge.drafts.weights import save_draft
 from fledge.io import display as show_module
 from fledge.io.display import KEPT_END, KEPT_START, ProgressDisplay, ResultPrinter, escaped, format_message
+from fledge.measure.table import print_table
 from support.chats import tiny_chats
 from support.files import rows_of, write_rows
 from support.targets import tiny_draft, tiny_target, tiny_target_directory

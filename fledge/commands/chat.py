@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.commands.decoding import DecodeOptions, prepare_rounds
+from fledge.decode.options import DecodeOptions, prepare_rounds
 from fledge.io.display import held_warnings
 from fledge.options import opt
 

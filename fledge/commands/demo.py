@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.commands import evaluate, features, generate, report, train
 from fledge.io.files import check_output_path, replace_directory
+from fledge.measure.options import EvalOptions
 from fledge.measure.record import record_text
 from fledge.options import Options, flag_of, opt
 from fledge.train.setup.options import TrainOptions
@@ -158,7 +159,7 @@ class Demo:
         }  # fmt: skip
         compared = "with each draft and without" if len(drafts) > 1 else "with the draft and without"
         self._print_command(f"Answering held-out prompts {compared}, temperature {temperature}.", "eval", given)
-        record = evaluate.run(evaluate.EvalOptions(**given, given=frozenset(given)), self.progress)
+        record = evaluate.run(EvalOptions(**given, given=frozenset(given)), self.progress)
         evaluate.refuse_changed_output(record)
         return {name: record if len(drafts) == 1 else record[str(draft)] for name, draft in drafts.items()}
 
@@ -187,8 +188,10 @@ def command_line(command: str, given: dict[str, Any]) -> str:
 
 def table(records: dict[str, Any]) -> dict[str, list[str]]:
     """The figures of records, as columns by heading."""
+    from fledge.measure.table import half_width
+
     rows = records.values()
-    widths = [evaluate.half_width(r) for r in rows]
+    widths = [half_width(r) for r in rows]
     return {
         "draft": list(records),
         "τ": [f"{r['tau']:.2f}" + ("" if w is None else f" ± {w:.2f}") for r, w in zip(rows, widths, strict=True)],

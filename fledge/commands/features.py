@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,10 @@ from fledge.train.setup.options import DataOptions, ServedOptions, TargetOptions
 if TYPE_CHECKING:
     from fledge.data.documents import Document
     from fledge.data.record import Record
-    from fledge.states.cache import FeatureCache, Manifest
-    from fledge.states.vllm_source import VllmFeatures
+    from fledge.states.cache import Manifest
+    from fledge.states.vllm.source import VllmFeatures
     from fledge.targets.source import LiveFeatures
     from fledge.train.setup.recipe import DataRecipe
-    from fledge.types import Features, Packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,39 +61,13 @@ class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
 def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
     """Writes the features, or those that are missing; with `verify`, reads them. Raises ValueError before anything is
     written if they do not fit in the disk budget, or if the directory holds other features; and for damaged ones."""
+    from fledge.states.budget import parse_bytes
+    from fledge.states.codec import PRECISIONS
+    from fledge.states.directory import verify_features, write_features
+
     if options.verify:
-        verify(options.verify, say, progress)
-    else:
-        write(options, say, progress)
-
-
-def verify(directory: str, say: Callable[[str], None], progress: Any) -> None:
-    """Compares all features in a directory with the hashes that were written. Raises ValueError if some are damaged or
-    missing, after a message for each."""
-    from fledge.states.cache import FeatureCache
-
-    cache = FeatureCache.open(directory)
-    shards, problems = cache.shards, []
-    with progress.count("tokens", sum(map(cache.tokens, shards)), unit="tokens") as advance:
-        for shard in shards:
-            try:
-                cache.verify(shard)
-            except ValueError as e:
-                problems.append(str(e))
-            advance(cache.tokens(shard))
-    for problem in problems[:-1]:
-        say(problem)
-    if problems:
-        more = f" ({len(problems):,} of {len(shards):,} shards)" if len(problems) > 1 else ""
-        raise ValueError(problems[-1] + more)
-    say(f"{directory}: {len(shards):,} shards are as they were written")
-
-
-def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
-    """Writes the features, or those that are missing, as `run` says."""
-    from fledge.states.layout import PRECISIONS
-    from fledge.states.writer import DiskPlan, FeatureWriter, parse_bytes
-
+        verify_features(options.verify, say, progress)
+        return
     if not options.data:
         raise ValueError("give --data FILE")
     if options.precision not in (None, *PRECISIONS):
@@ -103,35 +75,14 @@ def write(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -
     out = check_output_path(options.out, "--out", directory=True)
     budget = None if options.disk_budget is None else parse_bytes(options.disk_budget)
     source, data, documents, held_out = _prepare(options, say, progress)
-    cache = _open(out, _manifest(options, source, data, documents), documents)
-    cache.check_written()
-    plan = DiskPlan.of(cache, budget)
-    say(plan.describe(cache))
-    plan.check(cache)
-    if not (missing := [i for i in cache.shards if not cache.is_written(i)]):
-        say(f"{out} is complete")
-        return
-    compute = _checked(source)
-    tokens, left = (sum(map(cache.tokens, shards)) for shards in (cache.shards, missing))
-    if left < tokens:
-        say(f"continuing {out}: {len(cache.shards) - len(missing):,} of {len(cache.shards):,} shards are there")
-    _say_time(cache, missing[0], compute, left, say)
-    cache = _create(cache, held_out, say)
-    try:
-        with progress.count("tokens", tokens, tokens - left, unit="tokens") as advance:
-            FeatureWriter(cache, compute, plan.shard_budget(cache), plan.reserve, say, advance).write()
-    except KeyboardInterrupt:
-        say(f"stopped; run the same command again to continue {out}")
-        raise
-    say(f"wrote {out}; train with: fledge train --features {out}")
+    new = _manifest(options, source, data, documents)
+    write_features(out, new, source, documents, held_out, budget, say, progress)
 
 
 def _prepare(
     options: FeaturesOptions, say: Callable[[str], None], progress: Any
 ) -> tuple[LiveFeatures | VllmFeatures, DataRecipe, list[Document], list[Record]]:
     """Loads the target and the data. Records are held out as `fledge train` does."""
-    from fledge.data.read import with_columns
-    from fledge.data.sources import modes_of
     from fledge.data.template import ChatTemplate
     from fledge.io.machine import resolve_device
     from fledge.targets.compatibility import resolve_layers
@@ -176,9 +127,9 @@ def _manifest(
     from fledge import __version__
     from fledge.data.documents import fingerprint
     from fledge.drafts.weights import template_sha256, tokenizer_sha256
+    from fledge.states.budget import shard_bytes
     from fledge.states.cache import FORMAT, Manifest
     from fledge.states.layout import Layout, Sizes, split_shards
-    from fledge.states.writer import shard_bytes
     from fledge.train.setup.target import target_fingerprint
 
     target = source.target
@@ -213,62 +164,3 @@ def _manifest(
         dtype=dtype,
         shards=[list(shard) for shard in split_shards(sizes, layout, size)],
     )
-
-
-def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
-    """The features in a directory, or new ones that are not written yet. Raises ValueError if the directory holds other
-    features than `new`, or other files."""
-    from fledge.states.cache import DOCUMENTS, HELD_OUT, MANIFEST, FeatureCache
-
-    if not (out / MANIFEST).exists():
-        names = [f.name for f in out.iterdir()] if out.exists() else []
-        left = (DOCUMENTS, HELD_OUT) if DOCUMENTS in names else ()  # by a killed process, in this order
-        if other := next((n for n in sorted(names) if n not in left and not n.startswith(".")), None):
-            raise ValueError(f"{out} holds other files, such as {other}; choose another --out")
-        return FeatureCache(out, new, documents)
-    cache = FeatureCache.open(out, documents)
-    if difference := cache.manifest.difference(new):
-        raise ValueError(f"{out} holds features of {difference}; choose another --out")
-    return cache
-
-
-def _create(cache: FeatureCache, held_out: list[Record], say: Callable[[str], None]) -> FeatureCache:
-    """Writes the directory's manifest and documents, unless they are there; another process may have written them in
-    the meantime."""
-    from fledge.states.writer import waiting_lock
-
-    with waiting_lock(cache.path, say):
-        there = _open(cache.path, cache.manifest, list(cache.documents))
-        if there.manifest is cache.manifest:
-            cache.create(held_out)
-    return there
-
-
-def _checked(source: LiveFeatures | VllmFeatures) -> Callable[[Packed], Features]:
-    """Computes the features of a row. Raises ValueError if they are not finite."""
-
-    def compute(row: Packed) -> Features:
-        features = source.features(row)
-        for states in (features.aux_TAD, features.last_TD):
-            source.target.check_numbers(states.abs())  # so that -inf, which logits may have, is refused too
-        return features
-
-    return compute
-
-
-def _say_time(
-    cache: FeatureCache, shard: int, compute: Callable[[Packed], Features], tokens: int, say: Callable[[str], None]
-) -> None:
-    """Measures two passes of at most PASS_TOKENS tokens each, the first of which also initializes the device, and says
-    how long `tokens` tokens will take. Nothing is written."""
-    from fledge.io.display import format_duration
-    from fledge.states.writer import compute_pass, passes
-
-    first, end = next(passes(cache, *cache.manifest.shards[shard]))
-    for _ in range(2):
-        start = time.perf_counter()
-        for x in compute_pass(cache, compute, first, end).values():
-            x.cpu()
-        seconds = time.perf_counter() - start
-    speed = sum(cache.sizes.tokens[first:end]) / seconds
-    say(f"about {format_duration(tokens / speed)} for {tokens:,} tokens, at {speed:,.0f} tokens/s")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.commands.decoding import DecodeOptions, prepare_rounds
+from fledge.decode.options import DecodeOptions, prepare_rounds
 from fledge.io.display import escaped, held_warnings
 from fledge.options import opt
 

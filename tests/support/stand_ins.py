@@ -86,10 +86,10 @@ def make_data(root: Path) -> None:
 
 def make_results(root: Path) -> None:
     """Trains the drafts and measures the record that the pages name."""
-    from fledge.commands.evaluate import EvalOptions
     from fledge.commands.evaluate import run as evaluate
     from fledge.commands.train import run
     from fledge.io.display import ProgressDisplay
+    from fledge.measure.options import EvalOptions
     from fledge.train.setup.options import TrainOptions
 
     target, quiet = str(root / MODELS[0]), ProgressDisplay(quiet=True)

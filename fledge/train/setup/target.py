@@ -51,8 +51,7 @@ class PreparedTarget:
 
     `layers` are the layers whose outputs the draft reads. `max_length` is the maximum document length and `eval_tokens`
     the number of new tokens per prompt when τ is measured. `decodes` tells whether τ can be measured by decoding.
-    `source` computes the features and the teacher's logits; None: the run is only planned, and the target has no
-    weights.
+    `source` computes the features and the teacher's logits.
     """
 
     target: TransformersTarget
@@ -61,7 +60,7 @@ class PreparedTarget:
     max_length: int
     eval_tokens: int
     decodes: bool
-    source: FeatureSource | None
+    source: FeatureSource  # None where a run is only planned, whose target has no weights
 
 
 def plan_target(recipe: Recipe) -> PreparedTarget:

@@ -1,4 +1,4 @@
-"""`fledge eval --endpoint`: acceptance and speed of a running vLLM or SGLang, beside fledge's own decoder."""
+"""Acceptance and speed of a running vLLM or SGLang, beside fledge's own decoder: `fledge eval --endpoint`."""
 
 from __future__ import annotations
 
@@ -8,41 +8,31 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fledge.commands.decoding import AUTO, ways
+from fledge.config import DraftConfig
 from fledge.data.modes import ModeWarning, untrained_mode
 from fledge.data.template import ChatTemplate
+from fledge.decode.engine import Engine
+from fledge.decode.options import AUTO
 from fledge.decode.propose import Drafting
 from fledge.drafts.weights import draft_sha256, open_draft
 from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.io.http import key_in, root_of
-from fledge.io.machine import restoring_signals
-from fledge.measure.endpoint import (
-    TOLERANCE,
-    Measurement,
-    causes,
-    decode_own,
-    identical,
-    measure,
-    mismatch_sentence,
-)
-from fledge.measure.metrics import alpha_text
+from fledge.io.machine import environment
+from fledge.io.signals import restoring_signals
+from fledge.measure.endpoint import Measurement, causes, identical, measure
+from fledge.measure.options import EvalOptions, ways
+from fledge.measure.own import decode_own
 from fledge.measure.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.options import parse_template_kwargs
 from fledge.targets.compatibility import check_fits
-from fledge.targets.distributed import out_of_memory
 from fledge.targets.loading import load_target
-
-if TYPE_CHECKING:
-    from fledge.commands.evaluate import EvalOptions
-    from fledge.config import DraftConfig
-    from fledge.decode.engine import Engine
-    from fledge.io.display import ResultPrinter
-    from fledge.targets.parts import ModelTarget
+from fledge.targets.size import out_of_memory
+from fledge.targets.transformers import TransformersTarget
 
 NEW_TOKENS = 128
 MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees
@@ -50,9 +40,7 @@ MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more p
 _Place = tuple[str, int]  # a set of prompts, and a concurrency
 
 
-def run(
-    options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
-) -> dict[str, Any]:
+def measure_server(options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Returns a record, or {label: record} if there are several sets of prompts or concurrencies.
 
     `show` is called with the result before it is written to --out. Raises ValueError if a server cannot be used, if it
@@ -156,7 +144,7 @@ def _draft_config(options: EvalOptions) -> DraftConfig | None:
     return config
 
 
-def _target_of(options: EvalOptions, config: DraftConfig | None) -> ModelTarget | None:
+def _target_of(options: EvalOptions, config: DraftConfig | None) -> TransformersTarget | None:
     """The sizes and the tokenizer of --target, if it is given; its weights are on the meta device."""
     if not options.target:
         return None
@@ -295,8 +283,6 @@ def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) ->
 
 def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -> dict[str, Any]:
     """The record of a measurement."""
-    from fledge.io.machine import environment
-
     sampled = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     record = found.measurement.record() | {
         "own": found.own,
@@ -326,60 +312,3 @@ def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -
     minimum = minimum_version(config, found.server.engine) if config and found.server.engine else None
     record["causes"] = causes(record, found.server.engine, minimum)
     return record
-
-
-# -- printing -----------------------------------------------------------------------------------------------------
-
-
-def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
-    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
-    records = {"": record} if "tau" in record else record
-    rows = records.values()
-    columns = {
-        "prompts": [f"{name} {r['prompts']}".strip() for name, r in records.items()],
-        "τ": [_number(r["tau"]) for r in rows],
-        "τ fledge": [_number(r["own"]["tau"]) if r["own"] else "-" for r in rows],
-        "tokens/s": [_number(r["tokens_per_s"], 0) for r in rows],
-        "speedup": [_number(r["speedup"]) + "x" * bool(r["speedup"]) for r in rows],
-        "first token ms": [_number(r["ttft_ms"] and r["ttft_ms"]["median"], 1) for r in rows],
-        "later ms": [_number(r["itl_ms"] and r["itl_ms"]["median"], 2) for r in rows],
-        "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['requests']}" for r in rows],
-    }
-    printer.table(columns, optional=("identical", "later ms", "first token ms", "speedup", "tokens/s", "τ fledge"))
-    for name, r in records.items():
-        for line in summary_lines(r):
-            printer.print(f"{name}: {line}" if name else line)
-
-
-def summary_lines(r: dict[str, Any]) -> list[str]:
-    """Sentences about a record: what its figures mean."""
-    lines = []
-    if r["tau"]:
-        lines.append(f"τ is from {r['counted']['source']}: {r['counted']['rounds']:,.0f} verifications.")
-    else:
-        lines.append(f"There is no τ: {r['note']}.")
-    if r["tau_since_start"]:
-        lines.append(f"Since its start, with all its requests, the server's mean is {r['tau_since_start']:.2f}.")
-    if r["alpha"]:
-        lines.append(f"α by position: {alpha_text(r['alpha'])}.")
-    elif r["tau"]:
-        lines.append("There is no α by position: the server does not count it.")
-    if own := r["own"]:
-        lines.append(f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {alpha_text(own['alpha'])}.")
-        if r["tau"] and own["tau"]:
-            lines.append(f"The server's τ differs from it by {r['tau'] / own['tau'] - 1:+.1%}.")
-    if r["tokens_per_s"] is None:
-        lines.append("There are no tokens/s: the server does not count the tokens of its answers.")
-    if r["causes"]:
-        lines += [f"τ differs by more than {TOLERANCE:.0%}. What is known to cause it:", *r["causes"]]
-    elif sentence := mismatch_sentence(r):
-        lines.append(sentence)
-    if r["identical"] is not None:
-        lines.append(
-            f"{r['identical']} of {r['requests']} answers are those of the server without a draft, by {r['compared']}."
-        )
-    return lines
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if not value else f"{value:,.{digits}f}"

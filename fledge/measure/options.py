@@ -1,0 +1,157 @@
+"""The options of `fledge eval`, and the ways of drafting that it compares, with their names in its table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fledge.decode.options import AUTO, DecodeOptions
+from fledge.methods import MOST_DEPTH, MOST_NODES
+from fledge.options import (
+    SERVER_OPTIONS,
+    api_key_env_option,
+    columns_option,
+    default_of,
+    model_option,
+    opt,
+    option_fields,
+    parse_template_kwargs,
+    request_timeout_option,
+)
+
+if TYPE_CHECKING:
+    from fledge.decode.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(DecodeOptions):
+    """Decode prompts with one or more drafts and without; report acceptance, speed and identity of the outputs."""
+
+    target: str | None = opt(
+        "target model: a directory or hub id (owner/name or owner/name@revision); with --endpoint and without --draft "
+        "only its tokenizer is read", None
+    )  # fmt: skip
+    draft: list[str] = opt("draft of the target: a directory or hub id; repeat to compare drafts", repeatable=True)
+    draft_mode: list[str] = opt(
+        "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass); repeat to compare "
+        "modes (default: parallel for a P-EAGLE draft, otherwise chain)", repeatable=True
+    )  # fmt: skip
+    depth: list[int | str] = opt(
+        "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "
+        "speed, with nothing drafted while that is faster; repeat to compare depths (default: as trained)",
+        repeatable=True, minimum=1, maximum=MOST_DEPTH, word=AUTO,
+    )  # fmt: skip
+    tree_nodes: list[int | str] = opt(
+        "number of nodes of a draft tree, including the root, or auto; repeat to compare sizes (default: 60)",
+        repeatable=True, minimum=2, maximum=MOST_NODES, word=AUTO,
+    )  # fmt: skip
+    tree_width: list[int] = opt(
+        "maximum number of children of a tree node; repeat to compare widths (default: 10)", repeatable=True,
+        minimum=1, maximum=64,
+    )  # fmt: skip
+    prompts: list[str] = opt(
+        "files, globs or hub ids of the prompts to decode, or mt_bench, gsm8k, humaneval, math500, alpaca, sum, qa, "
+        "or a data set by name as in `fledge train --data`, e.g. ultrachat; repeatable", repeatable=True
+    )  # fmt: skip
+    columns: str | None = columns_option()
+    limit: int | None = opt(
+        "maximum number of prompts of each --prompts, evenly spaced over its files (default: all; 80 of a named set)",
+        None, minimum=1,
+    )  # fmt: skip
+    max_new_tokens: int | None = opt(
+        "maximum new tokens per prompt (default: 128, at most half of the target's context)", None, minimum=1
+    )
+    batch: int = opt("number of prompts decoded together, with and without the draft", 1)
+    endpoint: str | None = opt(
+        "address of a running vLLM or SGLang to measure, beside fledge's decoder if --target and --draft are given",
+        None,
+    )
+    baseline_endpoint: str | None = opt("address of the same server without a draft, to compare with", None)
+    concurrency: list[int] = opt(
+        "number of requests in flight at the server; repeat to compare (default: 1)", repeatable=True
+    )
+    model: str | None = model_option()
+    api_key_env: str = api_key_env_option()
+    request_timeout: float = request_timeout_option()
+    out: str | None = opt("also write the results to this JSON file; only an earlier result is replaced", None)
+    report: str | None = opt(
+        "HTML page of the results (default: beside --out, if that is given); fledge report draws several together", None
+    )  # fmt: skip
+    json: bool = opt("print the results as JSON instead of a table", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.endpoint is None:
+            needless = (*SERVER_OPTIONS, "baseline_endpoint", "concurrency")
+            self.refuse(needless, "without --endpoint; give it, or")
+        if self.endpoint is not None and not self.draft:
+            self.refuse(("batch", "device", "dtype", "target_impl"), "with --endpoint unless fledge decodes too, which")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A draft, the mode in which it drafts (None: its own), and the depth (None: as trained) of its chain or tree. The
+    nodes and width are those of trees."""
+
+    draft: str
+    mode: str | None
+    depth: int | str | None
+    nodes: int | str
+    width: int
+
+    def options(self, asked: EvalOptions) -> DecodeOptions:
+        """The options of a command that decodes in this way alone."""
+        values = {f.name: getattr(asked, f.name) for f in option_fields(DecodeOptions)}
+        values |= dict(draft=self.draft, draft_mode=self.mode)
+        values |= dict(depth=self.depth, tree_nodes=self.nodes, tree_width=self.width)
+        return DecodeOptions(**values, given=frozenset())
+
+
+def ways(options: EvalOptions) -> list[Way]:
+    """All combinations of what was given; for chains, which have no nodes and no width, one each."""
+    defaults = {f.name: default_of(f) for f in option_fields(DecodeOptions)}
+    chain = defaults["tree_nodes"], defaults["tree_width"]
+    trees = list(itertools.product(options.tree_nodes or chain[:1], options.tree_width or chain[1:]))
+    found = itertools.product(options.draft, options.draft_mode or [None], options.depth or [None])
+    return [
+        Way(draft, mode, depth, *shape)
+        for draft, mode, depth in found
+        for shape in (trees if mode == "tree" else [chain])
+    ]
+
+
+def names(options: EvalOptions, among: Sequence[Way]) -> list[str]:
+    """What differs between the ways, for each of them; empty if there is one."""
+
+    def name(way: Way) -> str:
+        tree = way.mode == "tree"
+        parts = (
+            (len(options.draft) > 1, way.draft),
+            (len(options.draft_mode) > 1, way.mode),
+            (len(options.depth) > 1, f"depth {way.depth}"),
+            (tree and len(options.tree_nodes) > 1, f"{way.nodes} nodes"),
+            (tree and len(options.tree_width) > 1, f"width {way.width}"),
+        )
+        return " ".join(str(text) for differs, text in parts if differs)
+
+    return [name(way) for way in among]
+
+
+def load_engines(options: EvalOptions, among: Sequence[Way], say: Callable[[str], None]) -> list[Engine]:
+    """An engine for each way, all with the same target; each draft is loaded once."""
+    from fledge.decode.engine import Engine
+
+    engines: list[Engine] = []
+    loaded: dict[str, Engine] = {}
+    for way in among:
+        single = way.options(options)
+        if same := loaded.get(way.draft):
+            kwargs = parse_template_kwargs(options.template_kwargs)
+            engine = Engine(same.target, same.draft, template_kwargs=kwargs, **single.drafting(way.mode))
+        else:
+            engine = single.load_engine(way.draft, way.mode, say, engines[0].target if engines else None)
+        loaded.setdefault(way.draft, engine)
+        engines.append(engine)
+    return engines

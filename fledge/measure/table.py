@@ -1,0 +1,219 @@
+"""What `fledge eval` prints of its records: a table, and sentences on what the figures mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fledge.decode.options import AUTO
+from fledge.io.display import ResultPrinter
+from fledge.measure.endpoint import TOLERANCE, mismatch_sentence
+from fledge.measure.metrics import alpha_text, chain_gains, pause_line
+
+WORTH_TRYING = 1.03  # of the speed of the measured depth; smaller gains are within the noise of the times
+FEW = 6  # records, each of which gets all its sentences
+
+
+def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
+    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ. Of more
+    than FEW records, the summaries have only what has to be known to read the table."""
+    records = {"": record} if "tau" in record else record
+    rows = records.items()
+    widths = [half_width(r) for r in records.values()]
+    columns = {
+        "prompts": [f"{name} {r['prompts']}".strip() for name, r in rows],
+        "τ": [f"{r['tau']:.2f}" if r["tau"] else "-" for _, r in rows],
+        "±": ["-" if width is None else f"{width:.2f}" for width in widths],
+        "tokens/s": [f"{r['tokens_per_s']:.0f}" for _, r in rows],
+        "baseline": [f"{r['baseline_tokens_per_s']:.0f}" for _, r in rows],
+        "speedup": [f"{r['speedup']:.2f}x" for _, r in rows],
+        "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['prompts']}" for _, r in rows],
+        "repeats": [f"{r['repeated_8grams']:.0%}" for _, r in rows],
+    }
+    if all(width is None for width in widths):
+        del columns["±"]
+    optional = [c for c in ("repeats", "identical", "±", "baseline", "tokens/s", "speedup") if c in columns]
+    omitted = printer.table(columns, optional=optional)
+    for line in _sentences(records, "baseline" in omitted):
+        printer.print(line)
+
+
+def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
+    """The sentences below a table; with `speeds`, also the speeds of both arms, which the table has no room for. Of
+    more than FEW records, what is true of all is said once."""
+    few = len(records) <= FEW
+    of = {name: (summary_lines if few else notices)(r) for name, r in records.items()}
+    if speeds:
+        of = {name: [speed_line(records[name]), *lines] for name, lines in of.items()}
+    if few:
+        return [f"{name}: {line}" if name else line for name, lines in of.items() for line in lines]
+    shared = [line for line in next(iter(of.values())) if all(line in lines for lines in of.values())]
+    said = [f"{name}: {line}" for name, lines in of.items() for line in lines if line not in shared]
+    return [
+        *said, *shared, "α by position and the parts of a round are in the record: --json prints it, --out keeps it."
+    ]  # fmt: skip
+
+
+def half_width(r: dict[str, Any]) -> float | None:
+    """What τ's 95 % interval has above τ, and as much below it, though no τ is below 1; None without an interval."""
+    interval = r["tau_interval"]
+    return interval[1] - r["tau"] if interval else None
+
+
+def speed_line(r: dict[str, Any]) -> str:
+    return (
+        f"{r['tokens_per_s']:.0f} tokens/s with the draft, {r['baseline_tokens_per_s']:.0f} without: "
+        f"{r['speedup']:.2f} times as fast."
+    )
+
+
+def summary_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences about a record: what its figures mean."""
+    return figure_lines(r) + notices(r)
+
+
+def figure_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences with figures that the table does not have."""
+    lines = ["Every answer ended with its first token, before the first round of drafting: there is no τ."]
+    if r["tau"]:
+        lines = [f"α by position: {alpha_text(r['alpha'])}."]
+    if r["tau"] and r["round"]:
+        lines += round_lines(r)
+    if "auto" in (r.get("depth"), r.get("nodes")):
+        lines.append(pause_line(r["paused"], r["pause_reason"]))
+    if r["bytes_per_round"]:
+        lines.append(f"{r['bytes_per_round'] / 1e3:.1f} KB a round between the devices of draft and target.")
+    tau = f"; τ on those {r['tau_not_looping']:.2f}" if r["tau_not_looping"] else ""
+    lines.append(
+        f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
+        f"do not loop{tau}."
+    )
+    return lines
+
+
+def round_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences on a record at batch 1: where the time of a round goes, and what would make decoding faster."""
+    drafting, verification, rest, token = (
+        r["round"][part] for part in ("draft_ms", "verify_ms", "overhead_ms", "vanilla_token_ms")
+    )
+    total = drafting + verification + rest
+    lines = [
+        f"A round takes {total:.2f} ms: drafting {drafting / total:.0%}, verification {verification / total:.0%}, the "
+        f"rest {max(rest, 0) / total:.0%}. It commits {r['tau']:.2f} tokens in the time of {total / token:.2f} tokens "
+        f"without the draft ({token:.2f} ms each)."
+    ]
+    gains = {}
+    if r["mode"] == "chain" and r["depth"] != AUTO and not r["confidence"]:
+        gains = chain_gains(r["alpha"], r["depth"], drafting, verification + rest)
+    best = max(gains, key=gains.__getitem__, default=None)
+    if best and gains[best] >= WORTH_TRYING:
+        lines.append(
+            f"By these times and α, --depth {best} instead of {r['depth']} would be {gains[best] - 1:.0%} faster."
+        )
+    elif r["speedup"] < 1:
+        lines.append("The draft does not pay here: with --depth auto, nothing is drafted where that is faster.")
+    elif drafting > verification:
+        lines.append("Most would be gained by faster drafting: fledge train makes smaller drafts with --draft-vocab.")
+    elif rest > verification:
+        lines.append("Most would be gained outside the models: see whether other programs load the processor.")
+    elif r["mode"] == "tree" and verification > 1.5 * token:
+        lines.append("Most would be gained by faster verification: compare with fewer --tree-nodes.")
+    else:
+        lines.append(
+            "Most would be gained by more accepted tokens: train the draft for longer, on the target's own answers"
+            + (", or compare with --draft-mode tree." if r["mode"] == "chain" else ".")
+        )
+    return lines
+
+
+def notices(r: dict[str, Any]) -> list[str]:
+    """Sentences on how far the figures can be relied on: whether outputs differ, and what disturbed the measurement."""
+    lines = []
+    if "stopped" in r:
+        lines.append(f"Stopped after {r['prompts']} of {r['stopped']} answers.")
+    if r["identical"] is None:
+        lines.append(
+            "Outputs are not compared: with --draft-sampling sample, the distribution is the target's, but the tokens "
+            "drawn differ."
+        )
+    elif r["different"]:
+        lines.append(
+            f"{r['different']} outputs DIFFER by more than the rounding noise between batch shapes "
+            f"({r['batch_noise']:.2g})."
+        )
+    elif r["near_ties"]:
+        lines.append(
+            f"{r['near_ties']} outputs differ where the scores of two tokens are closer than the rounding noise "
+            f"between batch shapes ({r['batch_noise']:.2g}); the others are identical, token for token."
+        )
+    else:
+        lines.append("Every output is identical, token for token.")
+    if r["batch"] > 1:
+        lines.append(
+            f"{r['batch']} prompts were decoded together, with the draft and without; only --batch 1 is compared with "
+            "the generate method of transformers and shows the time of each part of a round."
+        )
+    if r["batch"] == 1 and 0 < r["tau"] < r["speedup"]:
+        lines.append("A speedup above τ is not possible: something else slowed the baseline down. Measure again.")
+    if "baseline_over_transformers" in r:
+        ratio = r["baseline_over_transformers"]
+        lines.append(f"The baseline runs at {ratio:.2f} times the speed of transformers' own generate.")
+        if ratio < 0.95:
+            lines.append("That is below 0.95, so the speedup is not meaningful.")
+    return lines
+
+
+# -- of servers ---------------------------------------------------------------------------------------------------
+
+
+def print_server_table(record: dict[str, Any], printer: ResultPrinter) -> None:
+    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
+    records = {"": record} if "tau" in record else record
+    rows = records.values()
+    columns = {
+        "prompts": [f"{name} {r['prompts']}".strip() for name, r in records.items()],
+        "τ": [_number(r["tau"]) for r in rows],
+        "τ fledge": [_number(r["own"]["tau"]) if r["own"] else "-" for r in rows],
+        "tokens/s": [_number(r["tokens_per_s"], 0) for r in rows],
+        "speedup": [_number(r["speedup"]) + "x" * bool(r["speedup"]) for r in rows],
+        "first token ms": [_number(r["ttft_ms"] and r["ttft_ms"]["median"], 1) for r in rows],
+        "later ms": [_number(r["itl_ms"] and r["itl_ms"]["median"], 2) for r in rows],
+        "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['requests']}" for r in rows],
+    }
+    printer.table(columns, optional=("identical", "later ms", "first token ms", "speedup", "tokens/s", "τ fledge"))
+    for name, r in records.items():
+        for line in server_lines(r):
+            printer.print(f"{name}: {line}" if name else line)
+
+
+def server_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences about a record: what its figures mean."""
+    lines = []
+    if r["tau"]:
+        lines.append(f"τ is from {r['counted']['source']}: {r['counted']['rounds']:,.0f} verifications.")
+    else:
+        lines.append(f"There is no τ: {r['note']}.")
+    if r["tau_since_start"]:
+        lines.append(f"Since its start, with all its requests, the server's mean is {r['tau_since_start']:.2f}.")
+    if r["alpha"]:
+        lines.append(f"α by position: {alpha_text(r['alpha'])}.")
+    elif r["tau"]:
+        lines.append("There is no α by position: the server does not count it.")
+    if own := r["own"]:
+        lines.append(f"fledge's decoder on the same prompts: τ {own['tau']:.2f}, α {alpha_text(own['alpha'])}.")
+        if r["tau"] and own["tau"]:
+            lines.append(f"The server's τ differs from it by {r['tau'] / own['tau'] - 1:+.1%}.")
+    if r["tokens_per_s"] is None:
+        lines.append("There are no tokens/s: the server does not count the tokens of its answers.")
+    if r["causes"]:
+        lines += [f"τ differs by more than {TOLERANCE:.0%}. What is known to cause it:", *r["causes"]]
+    elif sentence := mismatch_sentence(r):
+        lines.append(sentence)
+    if r["identical"] is not None:
+        lines.append(
+            f"{r['identical']} of {r['requests']} answers are those of the server without a draft, by {r['compared']}."
+        )
+    return lines
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if not value else f"{value:,.{digits}f}"
