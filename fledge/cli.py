@@ -134,8 +134,10 @@ def _command(name: str, options: type[Options], job: Callable[[Any], int | None]
         if code:
             raise typer.Exit(code)
 
-    hidden = [_hidden_flag(no) for no in negations]
-    run.__signature__ = inspect.Signature([context, *shown, *hidden])
+    for no in negations:  # flags that --help does not list
+        flag = Annotated[bool | None, typer.Option(flag_of(no), hidden=True)]
+        shown.append(inspect.Parameter(no, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag))
+    run.__signature__ = inspect.Signature([context, *shown])
     app.command(name, cls=_Command, help=options.__doc__)(run)
 
 
@@ -191,12 +193,6 @@ def _number_if_one(text: str | int) -> str | int:
         return int(text)
     except ValueError:
         return text
-
-
-def _hidden_flag(name: str) -> inspect.Parameter:
-    """A flag that --help does not list."""
-    annotation = Annotated[bool | None, typer.Option(flag_of(name), hidden=True)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _apply_negations(given: dict[str, Any], negations: dict[str, str]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ Every step is a `fledge` command, which is printed before it runs. OUT/result.js
 from __future__ import annotations
 
 import filecmp
+import itertools
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -109,7 +109,10 @@ class Demo:
         """Raises ValueError if the demo would replace files that it did not write."""
         known = [*(f"{name}/model.safetensors" for name in MODELS), *TEXTS]
         present = [name for name in known if (self.out / name.partition("/")[0]).exists()]
-        foreign = [name for name in present if not _same(bundled / name, self.out / name)]
+        foreign = [
+            name for name in present
+            if not (self.out / name).is_file() or not filecmp.cmp(bundled / name, self.out / name, shallow=False)
+        ]  # fmt: skip
         if not foreign and not present and (self.out / "result.json").exists():
             foreign = ["result.json"]
         if foreign:
@@ -144,7 +147,8 @@ class Demo:
             given: dict[str, Any] = {"resume": str(directory)}
             self._print_command("Continuing the training of a draft.", "train", given)
         else:
-            directory = next(path for path in _numbered(self.out / "run") if not path.exists())
+            names = itertools.chain(["run"], (f"run-{number}" for number in itertools.count(1)))
+            directory = next(path for name in names if not (path := self.out / name).exists())
             given = {"features": str(states), "out": str(directory), "steps": steps} | TRAIN
             self._print_command("Training a draft from nothing. τ is computed on the training data.", "train", given)
         train.run(TrainOptions(**given, given=frozenset(given)), self.progress.say, self.progress)
@@ -218,19 +222,6 @@ def next_commands(out: Path) -> list[str]:
     trees = {"prompts": str(out / "prompts.jsonl"), "draft_mode": ["chain", "tree"]}
     own = {"target": "YOUR-MODEL", "data": "YOUR-CHATS.jsonl", "out": "YOUR-RUN"}
     return [command_line("chat", pair), command_line("eval", pair | trees), command_line("train", own)]
-
-
-def _same(one: Path, other: Path) -> bool:
-    return other.is_file() and filecmp.cmp(one, other, shallow=False)
-
-
-def _numbered(path: Path) -> Iterator[Path]:
-    """The path, then the path with -1, -2, ... at its end."""
-    yield path
-    number = 0
-    while True:
-        number += 1
-        yield path.with_name(f"{path.name}-{number}")
 
 
 def _interrupted(run: Path, steps: int) -> bool:

@@ -166,7 +166,8 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     sources = [data] if isinstance(data, str | Path | Mapping) else data
     if options.get("dry_run"):
         raise ValueError("dry_run is an option of the command, fledge train --dry-run; leave it out")
-    options |= dict(target=target, data=[_source(source) for source in sources], out=out)
+    texts = [str(Source.parse(source)) if isinstance(source, Mapping) else _text(source) for source in sources]
+    options |= dict(target=target, data=texts, out=out)
     if isinstance(kwargs := options.get("template_kwargs"), dict):
         options["template_kwargs"] = json.dumps(kwargs)
     if isinstance(layers := options.get("aux_layers"), list | tuple):
@@ -175,10 +176,6 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     defaults = _DEFAULTS | {"data": []}
     given = {name for name, value in options.items() if value != defaults.get(name)}
     return TrainOptions(**options, given=frozenset(given))
-
-
-def _source(given: str | Path | Mapping[str, Any]) -> str:
-    return str(Source.parse(given)) if isinstance(given, Mapping) else _text(given)
 
 
 def _text(value: Any) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fledge.config import DraftConfig
@@ -26,13 +26,12 @@ from fledge.io.signals import restoring_signals
 from fledge.measure.endpoint import Measurement, causes, identical, measure
 from fledge.measure.options import EvalOptions, ways
 from fledge.measure.own import decode_own
-from fledge.measure.prompts import EvalPrompt, conversation, prompt_set_name, read_prompts
+from fledge.measure.prompts import conversation, prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.options import parse_template_kwargs
 from fledge.targets.compatibility import check_fits
 from fledge.targets.loading import load_target
 from fledge.targets.size import out_of_memory
-from fledge.targets.transformers import TransformersTarget
 
 NEW_TOKENS = 128
 MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees
@@ -47,64 +46,24 @@ def measure_server(options: EvalOptions, progress: Any, show: Callable[[dict[str
     refuses a prompt, and if it has other requests during a measurement. Before this and a KeyboardInterrupt, the
     measurements that were finished are shown and written, and before an error of fledge's own decoder, all of them.
     """
-    concurrencies = _check(options)
-    config = _draft_config(options)
-    kwargs = parse_template_kwargs(options.template_kwargs)
-    if kwargs is None and config is not None:
-        kwargs = config.provenance.template_kwargs
-    target = _target_of(options, config)
-    if config is not None and target is not None:
-        check_fits(config, target)  # before anything is asked
-    template = None if target is None else ChatTemplate(target.tokenizer, target.stop_ids, kwargs)
-    sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
-    if config is not None and template is not None:
-        _warn_of_mode(template, config, sets)
-    planned = list(itertools.product(sets, concurrencies))
-    measured: dict[_Place, _Found] = {}
-
-    def keep(place: _Place, found: _Found) -> None:
-        measured[place] = found
-        if options.out and len(measured) < len(planned):  # an error is reported when the final record is written
-            with contextlib.suppress(OSError, ValueError):
-                write_record(options.out, _labelled(measured, planned, options, config))
-
+    work = _ServerEvaluation(options, _check(options), progress)
     with restoring_signals() as ignore_signals:  # until what was measured is shown and written
         try:
-            asyncio.run(_measure_all(options, planned, sets, template, kwargs, progress, keep))
-            if config is not None:
-                _add_own(options, config, measured, progress)
+            asyncio.run(work.measure_all())
+            if work.config is not None:
+                work.add_own(work.config)
         finally:
             ignore_signals()
-            record = _labelled(measured, planned, options, config)
-            if measured:
-                if len(measured) < len(planned):
-                    progress.say(f"{len(measured)} of {len(planned)} measurements were finished")
+            record, finished = work.record(), len(work.measured)
+            if finished:
+                if finished < len(work.planned):
+                    progress.say(f"{finished} of {len(work.planned)} measurements were finished")
                 try:
                     show(record)
                 finally:
                     if options.out:
                         write_record(options.out, record)
     return record
-
-
-def _labelled(
-    measured: dict[_Place, _Found], planned: Sequence[_Place], options: EvalOptions, config: DraftConfig | None
-) -> dict[str, Any]:
-    """The record of the measurement, or of those that were finished by what distinguishes the planned ones."""
-    several = tuple(len(set(names)) > 1 for names in zip(*planned, strict=True))
-    records = {
-        " ".join(itertools.compress((name, f"{concurrency} in flight"), several)): _finished(found, options, config)
-        for (name, concurrency), found in measured.items()
-    }
-    return records if any(several) else next(iter(records.values()), {})
-
-
-def _warn_of_mode(template: ChatTemplate, config: DraftConfig, sets: dict[str, list[EvalPrompt]]) -> None:
-    """Warns once if a chat is rendered in a mode in which the draft was not trained."""
-    chats = (p for prompts in sets.values() for p in prompts if p.text is None)
-    found = (untrained_mode(template, config.provenance, conversation(p, ()), tools=p.tools) for p in chats)
-    if problem := next(filter(None, found), None):
-        warnings.warn(problem, ModeWarning, stacklevel=3)
 
 
 def _check(options: EvalOptions) -> list[int]:
@@ -131,29 +90,6 @@ def _check(options: EvalOptions) -> list[int]:
     return concurrencies
 
 
-def _draft_config(options: EvalOptions) -> DraftConfig | None:
-    """The config of --draft, if it is given. Raises ValueError for a damaged draft, and for one that cannot draft as
-    the options say."""
-    if not options.draft:
-        return None
-    (way,) = ways(options)
-    drafting = Drafting(**way.options(options).drafting(way.mode))
-    drafting.check_sampling(options.sampling())
-    config = open_draft(way.draft).config
-    drafting.for_method(config.family)
-    return config
-
-
-def _target_of(options: EvalOptions, config: DraftConfig | None) -> TransformersTarget | None:
-    """The sizes and the tokenizer of --target, if it is given; its weights are on the meta device."""
-    if not options.target:
-        return None
-    return load_target(
-        options.target, weights=False, max_length=None if config is None else config.target_max_length,
-        trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
-
-
 @dataclasses.dataclass
 class _Found:
     """What was measured of one set at one concurrency: with the draft, without it, and by fledge's decoder."""
@@ -167,101 +103,133 @@ class _Found:
     own: dict[str, Any] | None = None
 
 
-async def _measure_all(
-    options: EvalOptions,
-    planned: Sequence[_Place],
-    sets: dict[str, list[EvalPrompt]],
-    template: ChatTemplate | None,
-    kwargs: dict[str, Any] | None,
-    progress: Any,
-    keep: Callable[[_Place, _Found], None],
-) -> None:
-    """Measures sets of prompts at concurrencies, with the draft and, if there is a server for it, without. `keep` gets
-    each measurement when it is finished."""
-    async with contextlib.AsyncExitStack() as stack:
-        key, most = key_in(options.api_key_env), max(concurrency for _, concurrency in planned)
+class _ServerEvaluation:
+    """The measurements of a server: those that are planned, and those that are finished."""
 
-        async def connect(url: str, model: str | None) -> Client:
-            # a repeated request would be counted twice by the server
-            client = Client(url, api_key=key, connections=most + 1, timeout=options.request_timeout, retries=0)
-            await stack.enter_async_context(client)
-            await client.connect(model)
-            return client
+    def __init__(self, options: EvalOptions, concurrencies: Sequence[int], progress: Any):
+        """Reads the draft's config, the target's sizes and tokenizer, and the prompts. Raises ValueError for a damaged
+        draft, and for one that does not fit the target or cannot draft as the options say."""
+        self.options, self.progress = options, progress
+        self.config: DraftConfig | None = None
+        self.kwargs = parse_template_kwargs(options.template_kwargs)
+        self.template: ChatTemplate | None = None
+        for way in ways(options):  # one, or none without a draft
+            drafting = Drafting(**way.options(options).drafting(way.mode))
+            drafting.check_sampling(options.sampling())
+            self.config = open_draft(way.draft).config
+            drafting.for_method(self.config.family)
+            if self.kwargs is None:
+                self.kwargs = self.config.provenance.template_kwargs
+        if options.target:
+            longest = None if self.config is None else self.config.target_max_length
+            trust = options.trust_remote_code
+            target = load_target(options.target, weights=False, max_length=longest, trust_remote_code=trust)
+            if self.config is not None:
+                check_fits(self.config, target)  # before anything is asked
+            self.template = ChatTemplate(target.tokenizer, target.stop_ids, self.kwargs)
+        self.sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
+        if self.config is not None and self.template is not None:  # warns once of a mode that was not trained
+            chats = (p for prompts in self.sets.values() for p in prompts if p.text is None)
+            trained = self.config.provenance
+            found = (untrained_mode(self.template, trained, conversation(p, ()), tools=p.tools) for p in chats)
+            if problem := next(filter(None, found), None):
+                warnings.warn(problem, ModeWarning, stacklevel=3)
+        self.planned = list(itertools.product(self.sets, concurrencies))
+        self.measured: dict[_Place, _Found] = {}
 
-        client, plain = await connect(options.endpoint, options.model), None
-        if options.baseline_endpoint:
-            plain = await connect(options.baseline_endpoint, options.model)
-            if (ours := client.server.model) != (theirs := plain.server.model):
-                progress.say(
-                    f"the servers call their models {ours} and {theirs}; a speedup means something only if these are "
-                    "two names of the same one"
-                )
-        version = await client.version()
-        second = dataclasses.asdict(plain.server) | {"version": await plain.version()} if plain else None
-        sampling = options.sampling()
-        new = options.max_new_tokens or min(NEW_TOKENS, (client.server.context or 2 * NEW_TOKENS) // 2)
-        decoding = Decoding(
-            new, sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, kwargs
-        )
-        seed = options.seed if options.was_given("seed") else None
-        for name, concurrency in planned:
-            prompts = sets[name]
-            total = sum(p.answers for p in prompts) * (2 if plain else 1)
-            with progress.count(f"answers to {name}, {concurrency} in flight", total, unit="answers") as advance:
-                ask = dict(concurrency=concurrency, template=template, seed=seed, advance=advance)
-                without = await measure(plain, prompts, decoding, drafts=False, **ask) if plain else None
-                histories = without.answers if without else None
-                with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
-            keep((name, concurrency), _Found(client.server, version, decoding, with_draft, without, second))
+    def record(self) -> dict[str, Any]:
+        """The record of the measurement, or the records of those that are finished by what distinguishes the planned
+        ones."""
+        several = tuple(len(set(names)) > 1 for names in zip(*self.planned, strict=True))
+        records = {
+            " ".join(itertools.compress((name, f"{n} in flight"), several)): _finished(found, self.options, self.config)
+            for (name, n), found in self.measured.items()
+        }
+        return records if any(several) else next(iter(records.values()), {})
 
+    async def measure_all(self) -> None:
+        """Measures the sets of prompts at all concurrencies, with the draft and, if there is a server for it,
+        without."""
+        options = self.options
+        async with contextlib.AsyncExitStack() as stack:
+            key, most = key_in(options.api_key_env), max(concurrency for _, concurrency in self.planned)
 
-def _add_own(options: EvalOptions, config: DraftConfig, measured: dict[_Place, _Found], progress: Any) -> None:
-    """Decodes the prompts of the measurements with fledge's own decoder, at the server's depth unless --depth names
-    another, and adds τ, α and the share of equal answers. Raises ValueError if that fails."""
-    (way,) = ways(options)
-    with _explaining_what_is_missing():
-        depth = way.depth or _depth_of(measured, trained_depth(config), way.mode)
-        single = dataclasses.replace(way, depth=depth).options(options)
-        engine = single.load_engine(way.draft, way.mode, progress.say)
-        _decode_all(options, engine, measured, {"depth": depth, "method": config.method}, progress)
+            async def connect(url: str, model: str | None) -> Client:
+                # a repeated request would be counted twice by the server
+                client = Client(url, api_key=key, connections=most + 1, timeout=options.request_timeout, retries=0)
+                await stack.enter_async_context(client)
+                await client.connect(model)
+                return client
 
-
-@contextlib.contextmanager
-def _explaining_what_is_missing() -> Iterator[None]:
-    """Context manager: an error of fledge's own decoder becomes a ValueError that tells it from one of the
-    measurement."""
-    try:
-        yield
-    except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as e:
-        if isinstance(e, RuntimeError) and not out_of_memory(e):
-            raise
-        reason = str(e)
-        if out_of_memory(e):
-            reason = (
-                f"there is not enough memory for the target and the draft beside what else is there, such as the "
-                f"server ({next(iter(reason.splitlines()), type(e).__name__)}); decode elsewhere with --device cpu, or "
-                "give the server less of the GPU (vLLM: --gpu-memory-utilization, SGLang: --mem-fraction-static)"
+            client, plain = await connect(options.endpoint, options.model), None
+            if options.baseline_endpoint:
+                plain = await connect(options.baseline_endpoint, options.model)
+                if (ours := client.server.model) != (theirs := plain.server.model):
+                    self.progress.say(
+                        f"the servers call their models {ours} and {theirs}; a speedup means something only if these "
+                        "are two names of the same one"
+                    )
+            version = await client.version()
+            second = dataclasses.asdict(plain.server) | {"version": await plain.version()} if plain else None
+            sampling = options.sampling()
+            new = options.max_new_tokens or min(NEW_TOKENS, (client.server.context or 2 * NEW_TOKENS) // 2)
+            decoding = Decoding(
+                new, sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty, self.kwargs
             )
-        raise ValueError(f"the server was measured, but fledge's own τ is missing: {reason}") from e
+            seed = options.seed if options.was_given("seed") else None
+            for name, concurrency in self.planned:
+                prompts = self.sets[name]
+                total = sum(p.answers for p in prompts) * (2 if plain else 1)
+                label = f"answers to {name}, {concurrency} in flight"
+                with self.progress.count(label, total, unit="answers") as advance:
+                    ask = dict(concurrency=concurrency, template=self.template, seed=seed, advance=advance)
+                    without = await measure(plain, prompts, decoding, drafts=False, **ask) if plain else None
+                    histories = without.answers if without else None
+                    with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
+                found = _Found(client.server, version, decoding, with_draft, without, second)
+                self.measured[name, concurrency] = found
+                if options.out and len(self.measured) < len(self.planned):
+                    with contextlib.suppress(OSError, ValueError):  # reported when the final record is written
+                        write_record(options.out, self.record())
 
+    def add_own(self, config: DraftConfig) -> None:
+        """Decodes the prompts of the measurements with fledge's own decoder, at the server's depth unless --depth names
+        another, and adds τ, α and the share of equal answers. Raises ValueError, which tells an error of the decoder
+        from one of the measurement, if that fails."""
+        (way,) = ways(self.options)
+        try:
+            depth = way.depth or _depth_of(self.measured, trained_depth(config), way.mode)
+            single = dataclasses.replace(way, depth=depth).options(self.options)
+            engine = single.load_engine(way.draft, way.mode, self.progress.say)
+            self._decode(engine, {"depth": depth, "method": config.method})
+        except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as e:
+            if isinstance(e, RuntimeError) and not out_of_memory(e):
+                raise
+            reason = str(e)
+            if out_of_memory(e):
+                reason = (
+                    "there is not enough memory for the target and the draft beside what else is there, such as the "
+                    f"server ({next(iter(reason.splitlines()), type(e).__name__)}); decode elsewhere with --device "
+                    "cpu, or give the server less of the GPU (vLLM: --gpu-memory-utilization, SGLang: "
+                    "--mem-fraction-static)"
+                )
+            raise ValueError(f"the server was measured, but fledge's own τ is missing: {reason}") from e
 
-def _decode_all(
-    options: EvalOptions, engine: Engine, measured: dict[_Place, _Found], names: dict[str, Any], progress: Any
-) -> None:
-    """Decodes the prompts of each measurement, and adds the figures to it, with what `names` says of the draft."""
-    done: dict[str, Any] = {}
-    for (name, _), found in measured.items():
-        requests = found.measurement.requests
-        ids = [asked.ids for asked in requests]
-        if done.get("ids") != ids:  # without --baseline-endpoint, later turns follow each measurement's own answers
-            with progress.count(f"answers to {name} by fledge", len(ids), unit="answers") as advance:
-                done = decode_own(
-                    engine, ids, sampling=options.sampling(), max_new_tokens=found.decoding.max_new_tokens,
-                    batch=options.batch, advance=advance,
-                )  # fmt: skip
-        greedy = options.temperature == 0
-        same = sum(ours.text == asked.answer.text for ours, asked in zip(done["completions"], requests, strict=True))
-        found.own = done["figures"] | names | {"identical": same if greedy else None}
+    def _decode(self, engine: Engine, names: dict[str, Any]) -> None:
+        """Decodes the prompts of each measurement, and adds the figures to it, with what `names` says of the draft."""
+        done: dict[str, Any] = {}
+        for (name, _), found in self.measured.items():
+            requests = found.measurement.requests
+            ids = [asked.ids for asked in requests]
+            if done.get("ids") != ids:  # without --baseline-endpoint, later turns follow each measurement's own answers
+                with self.progress.count(f"answers to {name} by fledge", len(ids), unit="answers") as advance:
+                    done = decode_own(
+                        engine, ids, sampling=self.options.sampling(), max_new_tokens=found.decoding.max_new_tokens,
+                        batch=self.options.batch, advance=advance,
+                    )  # fmt: skip
+            pairs = zip(done["completions"], requests, strict=True)
+            same = sum(ours.text == asked.answer.text for ours, asked in pairs)
+            found.own = done["figures"] | names | {"identical": same if self.options.temperature == 0 else None}
 
 
 def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) -> int:

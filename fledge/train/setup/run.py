@@ -192,12 +192,14 @@ def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
     """`run_training` in a rank that trains."""
     say(_start_message(run))
     metrics: dict[str, Any] = {}
-    log = make_logger(run.recipe.options.log, run.directory.path) if run.ranks.leads else None
+    name, leads = run.recipe.options.log, run.ranks.leads
+    log = {"tensorboard": _tensorboard, "wandb": _wandb}[name](run.directory.path) if name and leads else None
 
     def report(step_metrics: dict[str, Any]) -> None:
         metrics.update(step_metrics)
-        if log:
+        if leads:
             progress.step(run.schedule.steps, step_metrics)
+        if log:
             log(step_metrics)
 
     progress.start_training("training", run.schedule.steps)
@@ -266,13 +268,8 @@ def _out_of_memory_advice(run: TrainingRun) -> str:
     return f"{restart} in another --out, with fewer than {slots:,} --slots or a smaller --row-length"
 
 
-def make_logger(name: str | None, run: Path) -> Logger:
-    """A function that logs the metrics of a step to 'tensorboard' or 'wandb', in the run's directory. With None, it
-    does nothing."""
-    return {"tensorboard": _tensorboard, "wandb": _wandb}[name](run) if name else lambda metrics: None
-
-
 def _tensorboard(run: Path) -> Logger:
+    """A function that logs the metrics of a step, in the run's directory."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run / "tensorboard"))
