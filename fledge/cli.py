@@ -50,23 +50,35 @@ from fledge.io.display import (
 from fledge.io.hub import show_progress
 from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signals
 from fledge.options import Options, default_of, flag_of, option_fields, panels_of
+from fledge.io.fields import DTYPES
 from fledge.io.progress import show_progress
 from fledge.io.signals import ignore_signals, is_assembler_error, stopping_signals
 from fledge.measure.options import EvalOptions
-from fledge.options import (
-    Options,
-    default_of,
-    flag_of,
-    flags_of,
-    option_fields,
-    panels_of,
-    same_option,
-    values_of,
-)
+from fledge.methods import CHOICES
+from fledge.options import Options, aliases_of, default_of, flag_of, option_fields, panels_of, same_option
 from fledge.regenerate.options import RegenerateOptions
 from fledge.train.setup import launch
 from fledge.train.setup.options import TrainOptions
 
+# by the name of an option: the values that a shell completes
+VALUES: dict[str, tuple[str, ...]] = {
+    "method": tuple(CHOICES),
+    "loss": ("ce", "kl", "accept", "mixed"),
+    "optimizer": ("adamw", "muon"),
+    "impl": ("eager", "flex", "triton"),
+    "activations": ("keep", "recompute", "auto"),
+    "log": ("tensorboard", "wandb"),
+    "draft_mode": ("chain", "tree", "parallel"),
+    "draft_sampling": ("coupled", "sample"),
+    "draft_cache": ("stable", "unstable"),
+    "target_impl": ("auto", "native", "transformers"),
+    "dtype": tuple(DTYPES),
+    "precision": ("float32", "bfloat16", "float16", "fp8"),
+    "device": ("auto", "cpu", "cuda"),
+    "draft_device": ("auto", "cpu", "cuda"),
+    "engine": ("vllm", "sglang"),
+    "to": ("vllm", "sglang", "safeailab", "speculators"),
+}
 TABLE_WIDTH = 100  # terminal columns; in a narrower table of help, names of options are cut off
 MAX_WIDTH = 80  # of plain help
 
@@ -172,6 +184,17 @@ def _flags_in(words: list[str], switches: Collection[str]) -> Iterator[str]:
             yield flag
             if not equals and flag not in switches:
                 next(rest, None)
+
+
+def flags_of(kind: type[Options], f: dataclasses.Field) -> list[str]:
+    """The flags of an option, its own name first."""
+    return [flag_of(name) for name in (f.name, *aliases_of(kind, f.name))]
+
+
+def values_of(f: dataclasses.Field) -> Callable[[str], list[str]] | None:
+    """The function with which a shell completes an option's values; None if it completes paths."""
+    values = VALUES.get(f.name)
+    return None if values is None else lambda incomplete: [v for v in values if v.startswith(incomplete)]
 
 
 def _parameter(options: type[Options], f: dataclasses.Field, hint: Any) -> inspect.Parameter:

@@ -1,24 +1,19 @@
-"""Command options as dataclasses: each field is an option, and `opt` gives it a help text, a default and bounds.
-
-An option may have other names, which users of vLLM, TRL, axolotl and SpecForge know, and values that a shell completes:
-ALIASES and VALUES are tables by the name of an option, the same in every command that has it. Nothing here may import
-torch: a shell waits for a completion.
-"""
+"""Command options as dataclasses: each field is an option, and `opt` gives it a help text, a default and bounds."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
-from fledge.io.fields import DTYPES, check_template_kwargs
+from fledge.io.fields import check_template_kwargs
 from fledge.io.json_text import parse_json
-from fledge.methods import CHOICES
 
+# by the name of an option: its other names, which users of vLLM, TRL, axolotl and SpecForge know
 ALIASES = {
     "target": ("model",),
     "draft": ("draft_model",),
@@ -37,25 +32,6 @@ ALIASES = {
     "log": ("report_to",),
     "depth": ("num_speculative_tokens",),
     "max_new_tokens": ("max_tokens",),
-}
-
-VALUES: dict[str, tuple[str, ...]] = {
-    "method": tuple(CHOICES),
-    "loss": ("ce", "kl", "accept", "mixed"),
-    "optimizer": ("adamw", "muon"),
-    "impl": ("eager", "flex", "triton"),
-    "activations": ("keep", "recompute", "auto"),
-    "log": ("tensorboard", "wandb"),
-    "draft_mode": ("chain", "tree", "parallel"),
-    "draft_sampling": ("coupled", "sample"),
-    "draft_cache": ("stable", "unstable"),
-    "target_impl": ("auto", "native", "transformers"),
-    "dtype": tuple(DTYPES),
-    "precision": ("float32", "bfloat16", "float16", "fp8"),
-    "device": ("auto", "cpu", "cuda"),
-    "draft_device": ("auto", "cpu", "cuda"),
-    "engine": ("vllm", "sglang"),
-    "to": ("vllm", "sglang", "safeailab", "speculators"),
 }
 
 
@@ -204,30 +180,6 @@ def aliases_of(kind: type[Options], name: str) -> tuple[str, ...]:
     return tuple(alias for alias in ALIASES.get(name, ()) if alias not in taken)
 
 
-def flags_of(kind: type[Options], f: Field[Any]) -> list[str]:
-    """The flags of an option, its own name first."""
-    return [flag_of(name) for name in (f.name, *aliases_of(kind, f.name))]
-
-
-def values_of(f: Field[Any]) -> Callable[[str], list[str]] | None:
-    """The function with which a shell completes an option's values; None if it completes paths."""
-    values = VALUES.get(f.name)
-    return None if values is None else lambda incomplete: [v for v in values if v.startswith(incomplete)]
-
-
-def replace_aliases(kind: type[Options], values: Mapping[str, Any], as_written: Callable[[str], str]) -> dict[str, Any]:
-    """Given options (name: value) by their own names. `as_written` turns a name into the form that the user wrote, for
-    messages. Raises ValueError if an option is given by two names."""
-    own = {alias: f.name for f in option_fields(kind) for alias in aliases_of(kind, f.name)}
-    replaced: dict[str, Any] = {}
-    for name, value in values.items():
-        if (new := own.get(name, name)) in replaced:
-            first, second = sorted((name, next(n for n in values if own.get(n, n) == new)))
-            raise ValueError(same_option(as_written(first), as_written(second)))
-        replaced[new] = value
-    return replaced
-
-
 def same_option(first: str, second: str) -> str:
     """The message for two names of one option."""
     return f"{first} and {second} are the same option; give one of them"
@@ -250,9 +202,9 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any] | None:
 def dtype_option() -> Any:
     """The --dtype option of the commands that compute."""
     return opt(
-        "compute dtype: auto, bf16, fp16, fp32 or fp64 (default: auto, float32 on a CPU, otherwise the target's dtype)",
-        None,
-    )
+        "compute dtype: auto, bf16, fp16, fp32 or fp64 (default: auto, float32 on a CPU, otherwise the target's "
+        "dtype)", None
+    )  # fmt: skip
 
 
 def trust_remote_code_option() -> Any:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fledge.cli import VALUES, flags_of
 from fledge.commands.train import _options
 from fledge.io.fields import DTYPES, parse_dtype
-from fledge.options import ALIASES, VALUES, aliases_of, flag_of, flags_of, option_fields
+from fledge.options import ALIASES, aliases_of, flag_of, option_fields
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe_file import with_config
 from test_options import OPTIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,9 @@ def run(options: GenerateOptions, progress: Any) -> None:
     from fledge.decode.request import Completion
     from fledge.measure.metrics import alpha, alpha_text, tau
 
-    say: Callable[[str], None] = progress.say
-    sampling, engine = options.sampling(), options.load_engine(options.draft, options.draft_mode, say)
+    sampling, engine = options.sampling(), options.load_engine(options.draft, options.draft_mode, progress.say)
     if options.prompt is None and sys.stdin.isatty():
-        say("type the prompt; end it with Ctrl-D on a line of its own")
+        progress.say("type the prompt; end it with Ctrl-D on a line of its own")
     text = options.prompt if options.prompt is not None else sys.stdin.read()
     try:
         text.encode()
@@ -57,7 +56,7 @@ def run(options: GenerateOptions, progress: Any) -> None:
     if options.template_kwargs and not chats:
         raise ValueError(f"{options.target} has no chat template; leave --template-kwargs out")
     if not chats and not options.raw and engine.draft and engine.draft.config.provenance.template_sha256:
-        say(
+        progress.say(
             f"{options.target} has no chat template, so the prompt is continued as text, though the draft was trained "
             "on chats; copy the template's file (chat_template.jinja) from where the model is from, or give --raw"
         )
@@ -84,7 +83,7 @@ def run(options: GenerateOptions, progress: Any) -> None:
         if done.trace.rounds:
             acceptance = f"τ {tau([done.trace]):.2f}, α {alpha_text(alpha([done.trace]))}"
             line += f"; {len(done.trace.rounds)} rounds, {acceptance}"
-        say(line)
+        progress.say(line)
 
 
 def _show_tinted(engine: Engine, stream: Iterator[str], done: Completion, stop: list[str]) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.sources import Source
-from fledge.options import names_of, replace_aliases
+from fledge.options import names_of
 from fledge.train.setup.launch import restarted_options, run_ranks
-from fledge.train.setup.options import OUT, TrainOptions
+from fledge.train.setup.options import OUT, TrainOptions, replace_aliases
 
 if TYPE_CHECKING:
     from fledge.train.checkpoint import RunDirectory
@@ -155,7 +155,7 @@ def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> Train
     named = {"target": target, "data": data, "out": out}
     named = {name: value for name, value in named.items() if value is not None and value != _DEFAULTS[name]}
     options = {name: value for name, value in options.items() if value is not None}
-    options = replace_aliases(TrainOptions, named | options, str)
+    options = replace_aliases(named | options, str)
     known = names_of(TrainOptions)
     if unknown := options.keys() - set(known):
         name = min(unknown)

@@ -70,9 +70,8 @@ class DecodeOptions(Options):
     )  # fmt: skip
     template_kwargs: str | None = opt(
         "JSON object of chat template variables (default: those of the draft's training; if it was trained in several "
-        "modes, the variables that these share)",
-        None,
-    )
+        "modes, the variables that these share)", None
+    )  # fmt: skip
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     draft_device: str | None = opt("device of the draft (default: the target's device)", None)
     dtype: str | None = dtype_option()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fledge.methods import CHOICES
 from fledge.options import (
     MAX_SEED,
     Options,
+    aliases_of,
     api_key_env_option,
     columns_option,
     dtype_option,
     names_of,
     opt,
     option_fields,
+    same_option,
     trust_remote_code_option,
 )
 
@@ -279,3 +282,16 @@ class TrainOptions(
             self.refuse(["epochs"], "with --steps, which sets the length of the training;")
         if self.gpu_memory is not None and not self.dry_run:
             raise ValueError("--gpu-memory describes GPUs to plan a run for; give it together with --dry-run")
+
+
+def replace_aliases(values: Mapping[str, Any], as_written: Callable[[str], str]) -> dict[str, Any]:
+    """Given options (name: value) by their own names. `as_written` turns a name into the form that the user wrote, for
+    messages. Raises ValueError if an option is given by two names."""
+    own = {alias: f.name for f in option_fields(TrainOptions) for alias in aliases_of(TrainOptions, f.name)}
+    replaced: dict[str, Any] = {}
+    for name, value in values.items():
+        if (new := own.get(name, name)) in replaced:
+            first, second = sorted((name, next(n for n in values if own.get(n, n) == new)))
+            raise ValueError(same_option(as_written(first), as_written(second)))
+        replaced[new] = value
+    return replaced

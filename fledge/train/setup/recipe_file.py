@@ -30,9 +30,9 @@ from fledge.data.sources import Source
 from fledge.drafts.draft import Draft
 from fledge.io.fields import format_value, shortened
 from fledge.io.files import check_output_path
-from fledge.options import default_of, flag_of, has_type, option_fields, replace_aliases, validation_problem
+from fledge.options import default_of, flag_of, has_type, option_fields, validation_problem
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.setup.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions
+from fledge.train.setup.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions, replace_aliases
 from fledge.train.setup.recipe import (
     INEFFECTIVE,
     WITH_INIT_FROM,
@@ -314,7 +314,7 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The options in a recipe by name. Keys without a value are ignored. Raises ValueError, naming the file and the
     key, for unknown keys and for values of the wrong type."""
     values = {k: v for k, v in content.items() if v is not None and k not in (VERSION, SETTLED)}
-    values = replace_aliases(TrainOptions, values, lambda name: f"{file}: {name}")
+    values = replace_aliases(values, lambda name: f"{file}: {name}")
     known = {f.name for f in option_fields(TrainOptions)}
     for name, value in values.items():
         if name not in known:
