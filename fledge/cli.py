@@ -47,12 +47,9 @@ from fledge.io.display import (
     print_error,
     redirect_to_devnull,
 )
+from fledge.io.fields import DTYPES
 from fledge.io.hub import show_progress
 from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signals
-from fledge.options import Options, default_of, flag_of, option_fields, panels_of
-from fledge.io.fields import DTYPES
-from fledge.io.progress import show_progress
-from fledge.io.signals import ignore_signals, is_assembler_error, stopping_signals
 from fledge.measure.options import EvalOptions
 from fledge.methods import CHOICES
 from fledge.options import Options, aliases_of, default_of, flag_of, option_fields, panels_of, same_option

@@ -10,8 +10,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
-from fledge.io.fields import check_template_kwargs
-from fledge.io.json_text import parse_json
+from fledge.io.fields import check_template_kwargs, parse_json
 
 # by the name of an option: its other names, which users of vLLM, TRL, axolotl and SpecForge know
 ALIASES = {

@@ -28,8 +28,6 @@ from fledge.measure.table import summary_lines
 from fledge.regenerate.answerers import OwnEngine
 from fledge.targets.loading import load_target
 from fledge.targets.parts import ModelTarget
-from fledge.train.setup import schedule
-from fledge.targets.transformers import TransformersTarget
 from fledge.train.setup import run as run_setup
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats

@@ -19,12 +19,8 @@ from fledge.train import trainer
 from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, longest_row, resize_row
 from fledge.train.objective import simulate_decoding, ttt
 from fledge.train.row_pass import Implementation, Objective
-from fledge.train.setup import implementation
-from fledge.train.setup.implementation import trial_message
-from fledge.train.objective import Implementation, Objective, ttt
 from fledge.train.setup import run
 from fledge.train.setup.run import trial_message
-from fledge.train.simulate import simulate_decoding
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from fledge.train import memory, trainer
-from fledge.train.setup import implementation
-from fledge.train import memory, prefetch, trainer
 from fledge.train.setup import run
 from fledge.types import Features, Packed
 from support.chats import tiny_chats

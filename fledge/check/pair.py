@@ -10,8 +10,7 @@ from typing import Any
 
 from fledge.check import draft_files as files
 from fledge.check import replays
-from fledge.check.draft_files import DraftOnDisk
-from fledge.check.findings import Finding, Report
+from fledge.check.draft_files import DraftOnDisk, Finding, Report
 from fledge.check.probe import Probe, ProbeDecoding, decode, render_chats
 from fledge.data.template import ChatTemplate
 from fledge.decode.chance import AT_CHANCE
@@ -19,12 +18,12 @@ from fledge.drafts.weights import DraftFiles, check_draft, open_draft
 from fledge.engines.export import export
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.fields import parse_dtype
-from fledge.io.layer_ids import to_engine
+from fledge.io.formats import to_engine
 from fledge.io.machine import free_bytes, resolve_device
 from fledge.targets.compatibility import layers_of
+from fledge.targets.distributed import model_bytes, out_of_memory
 from fledge.targets.loading import load_target
-from fledge.targets.size import model_bytes, out_of_memory
-from fledge.targets.transformers import TransformersTarget
+from fledge.targets.parts import ModelTarget, TargetParts
 
 # questions to decode where a draft has no prompts of its own
 QUESTIONS = (
@@ -114,9 +113,7 @@ def _too_large(target: str, reason: str) -> TargetTooLarge:
     )
 
 
-def _load_target(
-    load: Callable[..., TransformersTarget], name: str, device: str, files_only: bool
-) -> TransformersTarget:
+def _load_target(load: Callable[..., ModelTarget], name: str, device: str, files_only: bool) -> ModelTarget:
     """The target; with `files_only` without weights."""
     empty = load(device=device, weights=False)
     if files_only:
@@ -128,7 +125,7 @@ def _load_target(
 
 
 def _check_files(
-    report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None, engine: str | None
+    report: Report, draft: DraftOnDisk, target: ModelTarget, probe: Probe | None, engine: str | None
 ) -> None:
     """The checks that compute nothing."""
     record, config = probe.record if probe else None, draft.config
@@ -191,7 +188,7 @@ def _export_cure(name: str, engine: str) -> str:
     return f"write them with fledge export --draft {name} --to {engine} --out DIR"
 
 
-def _replay_target(report: Report, target: TransformersTarget, probe: Probe) -> None:
+def _replay_target(report: Report, target: ModelTarget, probe: Probe) -> None:
     """Computes the probe's hidden states again."""
     try:
         match = replays.match_features(probe, target)
@@ -217,7 +214,7 @@ def _replay_draft(report: Report, draft: DraftOnDisk, probe: Probe) -> None:
 
 
 def _decode(
-    report: Report, name: str, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None,
+    report: Report, name: str, draft: DraftOnDisk, target: ModelTarget, probe: Probe | None,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Decodes a few prompts, if draft and target can be used together."""
@@ -243,14 +240,12 @@ def _decode(
 
 
 def _decoded(
-    target: TransformersTarget, draft: DraftFiles, prompts: Sequence[list[int]], new_tokens: int, depth: int
+    target: ModelTarget | TargetParts, draft: DraftFiles, prompts: Sequence[list[int]], new_tokens: int, depth: int
 ) -> ProbeDecoding:
     return decode(target, draft.build(target.device, target.dtype), prompts, new_tokens, depth)
 
 
-def _decode_questions(
-    report: Report, draft: DraftFiles, target: TransformersTarget, say: Callable[[str], None]
-) -> None:
+def _decode_questions(report: Report, draft: DraftFiles, target: ModelTarget, say: Callable[[str], None]) -> None:
     """Decodes QUESTIONS with a draft without a record, as its files say and in other ways to read them."""
     template = ChatTemplate(target.tokenizer, target.stop_ids, draft.config.provenance.template_kwargs)
     chats = target.tokenizer.chat_template is not None

@@ -10,7 +10,7 @@ from fledge.io.display import ProgressDisplay, ResultPrinter, print_error
 from fledge.options import Options, dtype_option, opt, trust_remote_code_option
 
 if TYPE_CHECKING:
-    from fledge.check.findings import Report
+    from fledge.check.draft_files import Report
 
 TOO_LARGE = 3  # exit code where the target does not fit in memory
 

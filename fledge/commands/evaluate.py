@@ -39,7 +39,7 @@ def run(
     options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
 ) -> dict[str, Any]:
     """Measures drafts, or a running server, as `compare_drafts` and `measure_server` say."""
-    from fledge.data.presets import shadowed_presets
+    from fledge.data.sources import shadowed_presets
     from fledge.measure.prompts import prompt_set_name
 
     if not options.prompts:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fledge.data.documents import Document
     from fledge.data.record import Record
     from fledge.states.cache import Manifest
-    from fledge.states.vllm.source import VllmFeatures
+    from fledge.states.vllm_source import VllmFeatures
     from fledge.targets.source import LiveFeatures
     from fledge.train.setup.recipe import DataRecipe
 
@@ -61,9 +61,9 @@ class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
 def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
     """Writes the features, or those that are missing; with `verify`, reads them. Raises ValueError before anything is
     written if they do not fit in the disk budget, or if the directory holds other features; and for damaged ones."""
-    from fledge.states.budget import parse_bytes
-    from fledge.states.codec import PRECISIONS
     from fledge.states.directory import verify_features, write_features
+    from fledge.states.layout import PRECISIONS
+    from fledge.states.writer import parse_bytes
 
     if options.verify:
         verify_features(options.verify, say, progress)
@@ -127,9 +127,9 @@ def _manifest(
     from fledge import __version__
     from fledge.data.documents import fingerprint
     from fledge.drafts.weights import template_sha256, tokenizer_sha256
-    from fledge.states.budget import shard_bytes
     from fledge.states.cache import FORMAT, Manifest
     from fledge.states.layout import Layout, Sizes, split_shards
+    from fledge.states.writer import shard_bytes
     from fledge.train.setup.target import target_fingerprint
 
     target = source.target

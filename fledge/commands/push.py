@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fledge.io.json_text import read_json
+from fledge.io.fields import read_json
 from fledge.options import Options, opt
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

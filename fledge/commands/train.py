@@ -59,8 +59,6 @@ def _train(
     from fledge.publish.card import with_card
     from fledge.report.page import report_run
     from fledge.states.vllm_source import VllmFeatures
-    from fledge.train.setup.data import check_files, make_rows, training_data
-    from fledge.states.vllm.source import VllmFeatures
     from fledge.train.setup.data import check_files, make_rows, summarize, training_data
     from fledge.train.setup.draft import check_shape, make_draft
     from fledge.train.setup.recipe_file import check_settled, recipe_text, settle

@@ -10,8 +10,7 @@ from fledge import __version__
 from fledge.decode.options import prepare_rounds
 from fledge.decode.propose import Drafting
 from fledge.drafts.weights import draft_sha256, open_draft, read_draft_config
-from fledge.io.machine import command
-from fledge.io.signals import restoring_signals
+from fledge.io.machine import command, restoring_signals
 from fledge.measure.options import EvalOptions, load_engines, names, ways
 from fledge.measure.prompts import prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record

@@ -21,17 +21,15 @@ from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
 from fledge.engines.support import minimum_version
 from fledge.io.http import key_in, root_of
-from fledge.io.machine import environment
-from fledge.io.signals import restoring_signals
-from fledge.measure.endpoint import Measurement, causes, identical, measure
+from fledge.io.machine import environment, restoring_signals
+from fledge.measure.endpoint import Measurement, causes, decode_own, identical, measure
 from fledge.measure.options import EvalOptions, ways
-from fledge.measure.own import decode_own
 from fledge.measure.prompts import conversation, prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.options import parse_template_kwargs
 from fledge.targets.compatibility import check_fits
+from fledge.targets.distributed import out_of_memory
 from fledge.targets.loading import load_target
-from fledge.targets.size import out_of_memory
 
 NEW_TOKENS = 128
 MOST_LIKELY_CHAIN = 16  # drafted tokens of a round; a server that drafts more probably drafts trees

@@ -11,12 +11,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from fledge import __version__
-from fledge.check.draft_files import read_files, vocabulary_findings
-from fledge.check.findings import Finding
+from fledge.check.draft_files import Finding, read_files, vocabulary_findings
 from fledge.check.probe import RECORD, TENSORS
 from fledge.config import DraftConfig
 from fledge.drafts.weights import CONFIG, DraftFiles, open_draft
-from fledge.io.json_text import parse_json, read_json
+from fledge.io.fields import parse_json, read_json
 from fledge.io.tensors import INDEX, PICKLED, weights_file
 from fledge.publish.card import CARD, keep_edits
 

@@ -10,9 +10,8 @@ from typing import Any
 from fledge.data.documents import Document
 from fledge.data.record import Record
 from fledge.io.display import format_duration
-from fledge.states.budget import DiskPlan
 from fledge.states.cache import DOCUMENTS, HELD_OUT, MANIFEST, FeatureCache, Manifest
-from fledge.states.writer import Compute, FeatureWriter, compute_pass, passes, waiting_lock
+from fledge.states.writer import Compute, DiskPlan, FeatureWriter, compute_pass, passes, waiting_lock
 from fledge.targets.source import FeatureSource
 from fledge.types import Features, Packed
 

@@ -10,22 +10,17 @@ from typing import Any
 
 import torch
 
-from fledge.data.documents import Document, lengths_of
-from fledge.data.pack import Rows
 from fledge import __version__
-from fledge.data.dataset import Rows
 from fledge.data.documents import Document, lengths_of, supervised_of
-from fledge.data.presets import shadowed_presets
+from fledge.data.pack import Rows
 from fledge.data.record import Record
 from fledge.data.sources import shadowed_presets
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, data_files, load_data
-from fledge.io.fields import read_json
-from fledge.io.files import cache_directory
 from fledge.data.vocab import missing_from
 from fledge.drafts.draft import Draft
+from fledge.io.fields import read_json
 from fledge.io.files import cache_directory
-from fledge.io.json_text import read_json
 from fledge.io.machine import command, environment
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.ranks import Ranks

@@ -12,7 +12,7 @@ from fledge.data.documents import Document
 from fledge.data.modes import shared_variables
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.drafts.draft import Draft
-from fledge.drafts.init import initialize_from_target
+from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import load_draft, template_sha256, tokenizer_sha256
 from fledge.targets.compatibility import connect_draft
 from fledge.train.setup.recipe import Recipe
@@ -41,7 +41,7 @@ def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
 def draft_sizes(recipe: Recipe, planned: PreparedTarget) -> Draft:
     """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid."""
     with torch.device("meta"):
-        draft = Draft(recipe.draft.config if recipe.draft else _config(recipe, planned, mask_token=0))
+        draft = new_draft(recipe.draft.config if recipe.draft else _config(recipe, planned, mask_token=0))
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(recipe.options.train_embeddings)
     return draft.to(planned.target.dtype)
@@ -74,7 +74,7 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
     vocab = target.embedding.shape[0]
     ids, coverage = choose_vocabulary(documents, vocab, _vocab_size(recipe, vocab), target.stop_ids)
     say(f"the draft vocabulary has {ids.numel():,} of {vocab:,} tokens and covers {_coverage_text(coverage)}")
-    if recipe.method.one_pass:
+    if recipe.method.masks:
         mask = choose_mask_token(documents, vocab, target.tokenizer, target.stop_ids)
         say(
             f"mask token: {mask} ({target.tokenizer.convert_ids_to_tokens(mask)!r}) stands for tokens that are not "
@@ -83,9 +83,9 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
     if recipe.options.train_embeddings:
         say("the draft gets embeddings of its own: vLLM uses them, SGLang replaces them by the target's")
     config = _config(recipe, prepared, mask)
-    draft = Draft(config.with_provenance(coverage=coverage, **_provenance(recipe, prepared)))
+    draft = new_draft(config.with_provenance(coverage=coverage, **_provenance(recipe, prepared)))
     draft.set_vocabulary(ids)
-    initialize_from_target(draft, target.last_layer_weights(), target.head_weight, target.embedding)
+    draft.initialize(target.last_layer_weights(), target.head_weight, target.embedding)
     return draft
 
 
@@ -100,7 +100,7 @@ def _config(recipe: Recipe, prepared: PreparedTarget, mask_token: int | None) ->
         aux_layers=prepared.layers or None,
         num_aux_hidden_states=len(prepared.layers),
         own_embeddings=recipe.options.train_embeddings,
-        mask_token_id=mask_token if recipe.method.one_pass else None,
+        mask_token_id=mask_token if recipe.method.masks else None,
         **dict.fromkeys(recipe.switches, True),
     )
 

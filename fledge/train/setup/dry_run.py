@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from fledge.data.pack import Rows
-from fledge.data.dataset import Rows
 from fledge.data.documents import lengths_of
+from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.io.display import ProgressDisplay, ResultPrinter, format_bytes, format_duration
 from fledge.io.machine import resolve_device
@@ -26,10 +25,16 @@ from fledge.targets.distributed import target_bytes
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, BEFORE, feed
-from fledge.train.memory import DoesNotFit, Machine, Work
-from fledge.train.estimate import Machine, Work, memory_parts, target_memory_parts
-from fledge.train.feed import AFTER, BEFORE, feed
-from fledge.train.memory import CANDIDATES, MIN_TOKENS, USABLE_FRACTION, DoesNotFit
+from fledge.train.memory import (
+    CANDIDATES,
+    MIN_TOKENS,
+    USABLE_FRACTION,
+    DoesNotFit,
+    Machine,
+    Work,
+    memory_parts,
+    target_memory_parts,
+)
 from fledge.train.objective import Implementation, Objective
 from fledge.train.optim import MasterOptimizer
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun

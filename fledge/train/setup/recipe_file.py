@@ -23,8 +23,8 @@ from typing import Any, get_type_hints
 import yaml
 
 from fledge import __version__
-from fledge.data.dataset import Rows
 from fledge.data.documents import fingerprint
+from fledge.data.pack import Rows
 from fledge.data.read import absolute_source
 from fledge.data.sources import Source
 from fledge.drafts.draft import Draft

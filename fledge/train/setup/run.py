@@ -21,11 +21,10 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.memory import CPU_SLOTS, MIN_TOKENS, USABLE_FRACTION, Trial, candidates, choose, resize_row
 from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
-from fledge.train.prefetch import with_features
 from fledge.train.ranks import LostRankError, Ranks
 from fledge.train.setup.options import ComputeOptions
 from fledge.train.setup.recipe import Recipe
-from fledge.train.trainer import Attach, Schedule, feed_draft, train
+from fledge.train.trainer import Attach, Schedule, feed_draft, train, with_features
 
 SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
 

@@ -18,16 +18,15 @@ from fledge.io.http import key_in
 from fledge.options import default_new_tokens
 from fledge.states.cache import FeatureCache
 from fledge.states.source import DiskFeatures
-from fledge.states.vllm.command import UNCHECKED, serve_command
-from fledge.states.vllm.files import StatesFolder
-from fledge.states.vllm.server import VllmServer
-from fledge.states.vllm.source import VllmFeatures
+from fledge.states.vllm_files import UNCHECKED, StatesFolder, serve_command
+from fledge.states.vllm_server import VllmServer
+from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
+from fledge.targets.distributed import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_head, load_target
-from fledge.targets.parts import layout_of, parts_of, receive_parts, send_parts, target_of_parts
+from fledge.targets.parts import ModelTarget, TargetParts
 from fledge.targets.source import FeatureSource, LiveFeatures
-from fledge.targets.transformers import TransformersTarget
 from fledge.train.feed import ReceivedFeatures
 from fledge.train.setup.options import ServedOptions, TargetOptions
 from fledge.train.setup.recipe import DataRecipe, Recipe, layer_ids
@@ -54,7 +53,7 @@ class PreparedTarget:
     `source` computes the features and the teacher's logits.
     """
 
-    target: TransformersTarget
+    target: ModelTarget | TargetParts
     layers: tuple[int, ...]
     template: ChatTemplate
     max_length: int
@@ -138,7 +137,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Say) 
 
 
 def _prepared(
-    recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool, source: FeatureSource | None
+    recipe: Recipe, target: ModelTarget, layers: tuple[int, ...], decodes: bool, source: FeatureSource | None
 ) -> PreparedTarget:
     return PreparedTarget(
         target=target,
@@ -151,9 +150,7 @@ def _prepared(
     )
 
 
-def open_target(
-    requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
-) -> TransformersTarget:
+def open_target(requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None) -> ModelTarget:
     """Loads a target, and shards it over the ranks of a mesh. Raises ValueError if documents may be longer than its
     context."""
     target = load_target(requested.target, **_loading(requested, data, device), mesh=mesh)
@@ -169,7 +166,7 @@ def _loading(requested: TargetOptions, data: DataRecipe, device: str) -> dict[st
     )  # fmt: skip
 
 
-def check_length(data: DataRecipe, target: TransformersTarget) -> None:
+def check_length(data: DataRecipe, target: ModelTarget) -> None:
     """Raises ValueError if documents may be longer than the target's context."""
     if data.max_length and data.max_length > target.context:
         raise ValueError(
@@ -177,7 +174,7 @@ def check_length(data: DataRecipe, target: TransformersTarget) -> None:
         )
 
 
-def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TransformersTarget:
+def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TargetParts:
     """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and what is not
     quantized of the last layer. Raises ValueError if the checkpoint does not have them by their names."""
     target = load_head(requested.target, **_loading(requested, data, device), partial_layer=True)
@@ -189,7 +186,7 @@ def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) 
     return target
 
 
-def _open_head(recipe: Recipe, say: Say) -> TransformersTarget | None:
+def _open_head(recipe: Recipe, say: Say) -> TargetParts | None:
     """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
     name, asked = recipe.options.target, (recipe.options, recipe.data, recipe.options.device)
     if recipe.served:
@@ -203,7 +200,7 @@ def _open_head(recipe: Recipe, say: Say) -> TransformersTarget | None:
     return head
 
 
-def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Say) -> LiveFeatures:
+def live_features(target: ModelTarget, layers: tuple[int, ...], say: Say) -> LiveFeatures:
     """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
     source = LiveFeatures(target, layers)
     if target.quantization:
@@ -213,7 +210,7 @@ def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Say)
     return source
 
 
-def quantization_note(target: TransformersTarget) -> str:
+def quantization_note(target: ModelTarget | TargetParts) -> str:
     """What to know about the hidden states of a quantized target."""
     return (
         f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
@@ -221,7 +218,7 @@ def quantization_note(target: TransformersTarget) -> str:
     )
 
 
-def check_connector(target: TransformersTarget) -> None:
+def check_connector(target: TargetParts) -> None:
     """Raises ValueError for a target with multi-head latent attention, which vLLM's connector refuses."""
     config = target.config
     # vLLM computes MiniCPM3 with ordinary attention
@@ -233,7 +230,7 @@ def check_connector(target: TransformersTarget) -> None:
 
 
 def open_served_features(
-    options: ServedOptions, target: TransformersTarget, layers: tuple[int, ...], max_length: int, say: Say
+    options: ServedOptions, target: ModelTarget, layers: tuple[int, ...], max_length: int, say: Say
 ) -> VllmFeatures:
     """vLLM's features of the given layers, for documents of at most `max_length` tokens. The options are those that
     `check_served` accepts. Raises ValueError if the features are not available; if no server answers, with the command
@@ -256,7 +253,7 @@ def open_served_features(
     return VllmFeatures(states, target, layers, captured)
 
 
-def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
+def _check_origin(cache: FeatureCache, target: ModelTarget) -> None:
     """Raises ValueError if features on disk were computed by another target, or with another tokenizer."""
     known = cache.manifest
     for what, ours, theirs in (
@@ -270,7 +267,7 @@ def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
             )
 
 
-def _stored_features(cache: FeatureCache, target: TransformersTarget, layers: tuple[int, ...]) -> DiskFeatures:
+def _stored_features(cache: FeatureCache, target: ModelTarget | TargetParts, layers: tuple[int, ...]) -> DiskFeatures:
     """Features on disk, which are those of the target. Raises ValueError if they are not those that a draft of these
     layers reads, or not complete."""
     known = cache.manifest
@@ -311,7 +308,7 @@ def retain_freed_memory() -> bool:
     return all([libc.mallopt(option, value) for option, value in options.items()])
 
 
-def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
+def _layers(recipe: Recipe, target: ModelTarget) -> tuple[int, ...]:
     """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
     existing draft that does not fit it."""
     if draft := recipe.draft:
@@ -330,7 +327,7 @@ def _decoding_option(recipe: Recipe) -> str | None:
     return "--eval-every" if recipe.options.eval_every else "--eval-prompts" if recipe.options.eval_prompts else None
 
 
-def _decodes(recipe: Recipe, target: TransformersTarget, say: Say) -> bool:
+def _decodes(recipe: Recipe, target: ModelTarget | TargetParts, say: Say) -> bool:
     """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
     if reads_features_only(recipe):
         remedy = "fledge eval measures it afterwards" if recipe.served else "--eval-every measures it"
