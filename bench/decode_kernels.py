@@ -13,7 +13,7 @@ rows of the draft's first pass, "place" and "accept" where S nodes of trees go a
 definitions run, without a graph. "expert" is the mixture of a --shape that has one; its calls read the weights of
 CALLS / 4 layers.
 
-`--sweep attention` times chains and trees with many tiles (`fledge/ops/tree_attention/tiles.py`), which processes
+`--sweep attention` times chains and trees with many tiles (`fledge/ops/attention_tree_triton.py`), which processes
 compile to Triton's cache first. It prints the best of each case beside those that the code chooses, and records all.
 `error` is the relative distance from the result of the chosen ones; tiles that the compiler refuses have no time.
 """
@@ -35,17 +35,15 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
-from fledge.ops.acceptance import accept_own
-from fledge.ops.decode_layer import add_rms_norm, rope_to_cache, silu_mul_fused
-from fledge.ops.dynamic_tree import Candidates, add_level, best_nodes
+from fledge.ops.attention_tree import COUNTERS, Visible, VisibleChain, pack_bits, tree_attention
+from fledge.ops.attention_tree_triton import LARGE, WORD, AttentionTiles, tiles_for
+from fledge.ops.device import computed_by
 from fledge.ops.experts import experts, route
-from fledge.ops.few_rows import norm_linear
-from fledge.ops.fresh_rows import fresh_rows
-from fledge.ops.likeliest import likeliest
-from fledge.ops.sampling import TOKEN, gumbel_argmax, hash_keys
-from fledge.ops.top_filter import filter_top
-from fledge.ops.tree_attention import COUNTERS, Visible, VisibleChain, pack_bits, place_trees, tree_attention
-from fledge.ops.tree_attention.tiles import LARGE, WORD, AttentionTiles, tiles_for
+from fledge.ops.layer import add_rms_norm, rope_to_cache, silu_mul_fused
+from fledge.ops.products import norm_linear
+from fledge.ops.sampling import TOKEN, filter_top, gumbel_argmax, hash_keys
+from fledge.ops.topk import likeliest
+from fledge.ops.trees import Candidates, accept_own, add_level, best_nodes, fresh_rows, place_trees
 from fledge.types import Sampling, Tree
 
 CALLS = 32
@@ -158,19 +156,20 @@ def sweep_visible(B: int, S: int, tree: bool) -> Visible | VisibleChain:
 
 def compile_attention(shape: dict, B: int, S: int, tree: bool, tiles: AttentionTiles) -> None:
     """Runs attention once with these tiles, in a process of its own."""
-    from fledge.ops.tree_attention.triton import tree_attention_triton
+    from fledge.ops.attention_tree_triton import tree_attention_triton
 
     torch.set_default_device("cuda")
     torch.set_default_dtype(torch.bfloat16)
     visible = sweep_visible(B, S, tree)
     ((q, *more),), _ = attention_inputs(shape, visible, 8192, 1)
-    tree_attention_triton(q, *more, visible, q.shape[-1] ** -0.5, tiles=tiles)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    tree_attention_triton(q, *more, visible, q.shape[-1] ** -0.5, None, None, counters, tiles)
     torch.cuda.synchronize()
 
 
 def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, record: dict) -> None:
     """Times chains and trees with all `attention_tiles`."""
-    from fledge.ops.tree_attention.triton import tree_attention_triton
+    from fledge.ops.attention_tree_triton import tree_attention_triton
 
     group, d = shape["num_attention_heads"] // shape["num_key_value_heads"], shape["head_dim"]
     cases = [(*c, False) for c in CHAINS] + [(*c, True) for c in TREES]
@@ -189,7 +188,7 @@ def sweep_attention(shape: dict, options: argparse.Namespace, rate: float, recor
         chosen = tiles_for(S * group, d, torch.bfloat16, LARGE, length, B * shape["num_key_value_heads"], not tree)
 
         def call(a: tuple[Tensor, ...], t: AttentionTiles, visible=visible, counters=counters) -> Tensor:
-            return tree_attention_triton(*a, visible, d**-0.5, counters=counters, tiles=t)
+            return tree_attention_triton(*a, visible, d**-0.5, None, None, counters, t)
 
         exact, rows = call(given[0], chosen).float(), []
         for t in dict.fromkeys([chosen, *attention_tiles(S * group, tree)]):
@@ -236,7 +235,7 @@ def rope_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
     calls = []
     for _ in range(CALLS):
         qkv, keys, values = torch.randn(M, O), torch.zeros(G, 4096, d), torch.zeros(G, 4096, d)
-        calls.append(lambda x=qkv, k=keys, v=values: rope_to_cache(x, cos, sin, H, G, d, k, v, slot))
+        calls.append(lambda x=qkv, k=keys, v=values: rope_to_cache(x, cos, sin, H, k, v, slot))
     return calls, 2 * (2 * M * O + M * d)  # of cos and sin, half each
 
 
@@ -283,17 +282,17 @@ def draw_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
 
 def filter_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
     """Top-k and top-p of M rows of the target's logits, normal ones, by the kernels on a GPU."""
-    return filters(shape, B * S, None, normal)
+    return filters(shape, B * S, filter_top, normal)
 
 
 def peaked_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
     """The same of logits of which few tokens are likely."""
-    return filters(shape, B * S, None, peaked)
+    return filters(shape, B * S, filter_top, peaked)
 
 
 def sort_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
     """The same of normal logits by the definition, which sorts."""
-    return filters(shape, B * S, "definition", normal)
+    return filters(shape, B * S, computed_by("definition")(filter_top), normal)
 
 
 def normal(M: int, V: int) -> Tensor:
@@ -306,12 +305,12 @@ def peaked(M: int, V: int) -> Tensor:
 
 
 def filters(
-    shape: dict, M: int, impl: str | None, logits: Callable[[int, int], Tensor]
+    shape: dict, M: int, keep: Callable[..., Tensor], logits: Callable[[int, int], Tensor]
 ) -> tuple[list[Callable[[], object]], int]:
     V = shape["vocab_size"]
     sampling = BatchSampling.of([Sampling(temperature=0.8, top_k=40, top_p=0.9)], [0], torch.get_default_device())
     scores = [sampling.temper(logits(M, V)) for _ in range(CALLS)]
-    calls = [lambda x=x: filter_top(x, sampling.top_k_B, sampling.top_p_B, impl=impl) for x in scores]
+    calls = [lambda x=x: keep(x, sampling.top_k_B, sampling.top_p_B) for x in scores]
     return calls, M * 8 * V
 
 

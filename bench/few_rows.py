@@ -14,7 +14,7 @@ graph.
 `--sweep` times each matrix with many tile sizes, and the best of them again with smaller parts and as dependent
 launches. Processes compile the kernels to Triton's cache first. It prints the best three of each matrix and number of
 rows, and records all; of the best three with a norm inside, `norm_apart_us` is the time with the norm as a kernel of
-its own. `same_bits` tells whether the result equals that of the tiles of fledge/ops/few_rows/tiles.py. A sweep that
+its own. `same_bits` tells whether the result equals that of the tiles of fledge/ops/products_triton.py. A sweep that
 reaches `--seconds` leaves out the rest; `left_out` counts the tile sizes that were not timed.
 """
 
@@ -29,6 +29,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from common import SHAPES, seconds
@@ -37,9 +38,10 @@ from torch.nn import functional as F
 
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
-from fledge.ops.decode_layer import add_rms_norm
-from fledge.ops.few_rows import FEW_ROWS, linear_add_norm, norm_linear, norm_swiglu, plain_linear
-from fledge.ops.few_rows.tiles import ProductTiles, tiles_for
+from fledge.ops import products
+from fledge.ops.layer import add_rms_norm
+from fledge.ops.products import FEW_ROWS, linear_add_norm, norm_linear, norm_swiglu, plain_linear
+from fledge.ops.products_triton import ProductTiles, tiles_for
 
 PARTS_ROWS = 8  # the most rows of the sweep for which programs have 8 rows and the columns of a step are in parts
 LEAST_CALLS, LEAST_BYTES = 8, 512e6  # of the different weights of a graph
@@ -104,8 +106,7 @@ def main() -> None:
         weights = random_weights(matrix, options.device)
         for M in options.rows:
             row = library_times(matrix, weights, M, options)
-            impl = None if options.device == "cuda" else "definition"
-            row["us"] = call_us(matrix, weights, M, options, lambda m, a, w, impl=impl: fused(m, a, w, impl=impl))
+            row["us"] = call_us(matrix, weights, M, options, fused)
             row["gb_per_s"] = bytes_of(matrix) / row["us"] / 1e3
             row["tiles"] = asdict(default_tiles(matrix, M))
             record["rows"].append(row)
@@ -144,21 +145,29 @@ def norm_inside(matrix: Matrix, M: int) -> bool:
     return matrix.kind in ("norm", "swiglu") and M <= FEW_ROWS
 
 
-def fused(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, impl: str | None = None) -> Tensor:
+def by_definition(matrix: Matrix, a: dict[str, Tensor], weight: Tensor) -> Tensor:
+    """`fused` by the library's product, and by other kernels before and after it."""
+    with mock.patch.object(products, "most_rows", lambda *_: -1):
+        return fused(matrix, a, weight)
+
+
+def fused(matrix: Matrix, a: dict[str, Tensor], weight: Tensor) -> Tensor:
     normed = None if norm_inside(matrix, len(a["x"])) else a["x"]
     if matrix.kind == "norm":
-        return norm_linear(a["x"], a["gain"], EPS, weight, normed_ME=normed, impl=impl)
+        return norm_linear(a["x"], a["gain"], EPS, weight, normed_ME=normed)
     if matrix.kind == "swiglu":
-        return norm_swiglu(a["x"], a["gain"], EPS, weight, normed_ME=normed, impl=impl)
+        return norm_swiglu(a["x"], a["gain"], EPS, weight, normed_ME=normed)
     if matrix.kind == "add":
-        return linear_add_norm(a["x"], weight, a["residual"], a["next_gain"], EPS, impl=impl)[0]
-    return plain_linear(a["x"], weight, impl=impl)
+        return linear_add_norm(a["x"], weight, a["residual"], a["next_gain"], EPS)[0]
+    return plain_linear(a["x"], weight)
 
 
 def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTiles) -> Tensor:
     """`fused` with these tiles."""
-    from fledge.ops.few_rows.triton import product, product_norm
+    from fledge.ops.products_triton import product, product_norm
 
+    if matrix.kind == "add" and len(a["x"]) <= FEW_ROWS:
+        return product(a["x"], weight, residual_MO=a["residual"], tiles=tiles)
     if matrix.kind == "add":
         return product_norm(a["x"], weight, None, a["residual"], a["next_gain"], EPS, tiles)[0]
     norm = {"gain_I": a["gain"], "eps": EPS} if norm_inside(matrix, len(a["x"])) else {}
@@ -167,7 +176,7 @@ def tiled(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTi
 
 def tiled_after_norm(matrix: Matrix, a: dict[str, Tensor], weight: Tensor, tiles: ProductTiles) -> Tensor:
     """`tiled` with the norm as a kernel of its own."""
-    from fledge.ops.few_rows.triton import product
+    from fledge.ops.products_triton import product
 
     return product(add_rms_norm(a["x"], None, a["gain"], EPS)[0], weight, gated=matrix.kind == "swiglu", tiles=tiles)
 
@@ -201,7 +210,7 @@ def library_times(matrix: Matrix, weights: list[Tensor], M: int, options) -> dic
     """A row of the record with the times of the definition, of F.linear, and of F.linear and a sum."""
     row = {"matrix": matrix.name, "O": matrix.O, "I": matrix.I, "kind": matrix.kind, "M": M}
     row["linear_us"] = call_us(matrix, weights, M, options, lambda m, a, w: F.linear(a["x"], w))
-    row["definition_us"] = call_us(matrix, weights, M, options, lambda m, a, w: fused(m, a, w, impl="definition"))
+    row["definition_us"] = call_us(matrix, weights, M, options, by_definition)
     if matrix.kind == "add":
         row["sum_apart_us"] = call_us(matrix, weights, M, options, lambda m, a, w: F.linear(a["x"], w) + a["residual"])
     return row
@@ -324,8 +333,8 @@ def sweep_one(
     """Times all tile sizes of a matrix and number of rows, and the best with dependent launches, until the deadline."""
     best_row = library_times(matrix, weights, M, options)
     a, default = arguments(matrix, M), default_tiles(matrix, M)
-    exact = fused(matrix, a, weights[0], impl="definition").float()
-    usual = fused(matrix, a, weights[0], impl="triton")
+    exact = by_definition(matrix, a, weights[0]).float()
+    usual = tiled(matrix, a, weights[0], default)
     times: dict[ProductTiles, float] = {}
 
     def time_all(jobs: list, reserve: float) -> None:

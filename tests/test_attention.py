@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fledge.decode.engine import Engine
 from fledge.drafts.kv_cache import TreeRows
-from fledge.ops.attention import additive_mask, grouped_attention, heads_as_rows, prepare_mask
+from fledge.ops.attention_prompt import additive_mask, grouped_attention, heads_as_rows, prepare_mask
 from fledge.targets.attention import MAX_QUERIES, attend
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Tree
@@ -190,7 +190,7 @@ def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.M
         rows.append(of[3] is None or of[3].shape[2] == 2 * of[0].shape[2])
         return heads_as_rows(*of)
 
-    for module in ("ops.attention", "targets.attention"):
+    for module in ("ops.attention_prompt", "targets.attention"):
         monkeypatch.setattr(f"fledge.{module}.mask_repeats", lambda device, heads: heads)
     monkeypatch.setattr("fledge.targets.attention.grouped_attention", as_rows)
     for given, logits in zip((Tree.chain(tree.token_BN), tree), expected, strict=True):

@@ -67,6 +67,7 @@ def test_train_step_refuses(words: tuple, reason: str, tmp_path, monkeypatch, ca
 
 
 def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     dtype = torch.get_default_dtype()
     try:
         found = record(tmp_path, monkeypatch, "decode_kernels", "--shape", "tiny", "--lengths", 9, "--repeats", 1)
@@ -79,6 +80,7 @@ def test_decode_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_kernels_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("triton")
     dtype = torch.get_default_dtype()
     words = "--shape", "tiny-moe", "--lengths", 9, "--repeats", 1
     try:
@@ -245,6 +247,7 @@ def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    pytest.importorskip("triton")
     dtype = torch.get_default_dtype()
     try:
         words = "--shape", "tiny", "--only", "gate_up", "draft k", "--rows", 1, 8, "--repeats", 1

@@ -8,25 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.ops.argmax import argmax_rows
-from fledge.ops.decode_layer import add_rms_norm, join_embedding, rope_to_cache, silu_mul_fused
-from fledge.ops.likeliest import MOST, largest, likeliest
-from fledge.ops.tree_attention import (
+from fledge.ops.attention_tree import (
     COUNTERS,
     Visible,
     VisibleBits,
     VisibleChain,
-    best_impl,
     pack_bits,
     tree_attention,
     tree_attention_reference,
 )
-from support.devices import distance, needs_triton
+from fledge.ops.device import computed_by, has_kernels
+from fledge.ops.layer import add_rms_norm, join_embedding, rope_to_cache, silu_mul_fused
+from fledge.ops.topk import MOST, argmax_rows, largest, likeliest
+from support.devices import by_both, distance, needs_triton
 
 needs_triton()
 
-from fledge.ops.tree_attention import tiles  # noqa: E402  (needs_triton skips before it)
-from fledge.ops.tree_attention import triton as kernels  # noqa: E402
+from fledge.ops import attention_tree_triton as kernels  # noqa: E402  (needs_triton skips before it)
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +78,8 @@ class Case:
 
     def ours(self, impl: str = "triton", **options) -> Tensor:
         visible = Visible(self.visible) if self.last is None else VisibleChain(self.last, self.visible.shape[2])
-        return tree_attention(self.q, self.keys, self.values, self.start, self.length, visible, impl=impl, **options)
+        with computed_by(impl):
+            return tree_attention(self.q, self.keys, self.values, self.start, self.length, visible, **options)
 
     def exact(self, window: int | None = None, scale: float | None = None) -> Tensor:
         scale = self.q.shape[-1] ** -0.5 if scale is None else scale
@@ -122,9 +121,9 @@ def test_words_of_masks(J: int) -> None:
         mask[0, 0] = True
         wide = torch.cat((mask, mask), 2).to(DEVICE)[..., :J]
         for strided in (wide, wide.transpose(1, 2).contiguous().transpose(1, 2), wide[:, :1].expand(B, 2, J)):
-            words = pack_bits(strided, impl="triton")
+            words, expected = by_both(pack_bits, strided)
             assert words.shape == (*strided.shape[:2], -(-J // 64)) and words.dtype == torch.int64
-            assert torch.equal(words, pack_bits(strided, impl="definition"))
+            assert torch.equal(words, expected)
             for row, packed in zip(strided.flatten(0, 1).tolist(), words.flatten(0, 1).tolist(), strict=True):
                 assert sum(bit << j for j, bit in enumerate(row)) == sum(
                     w % 2**64 << 64 * k for k, w in enumerate(packed)
@@ -189,53 +188,53 @@ def test_calls_share_counters(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_number_of_shares() -> None:
-    assert tiles.share_count(8, 10**6, 64, 264) == 33
-    assert tiles.share_count(8, 256, 64, 264) == 4  # a small pool
-    assert tiles.share_count(1, 10**6, 64, 264) == tiles.MOST_SHARES
-    assert tiles.share_count(500, 10**6, 64, 264) == 1
-    assert [tiles.share_count(8, 10**6, 64, n, apart=True) for n in (264, 255, 8, 1)] == [32, 16, 1, 1]
+    assert kernels.share_count(8, 10**6, 64, 264) == 33
+    assert kernels.share_count(8, 256, 64, 264) == 4  # a small pool
+    assert kernels.share_count(1, 10**6, 64, 264) == kernels.MOST_SHARES
+    assert kernels.share_count(500, 10**6, 64, 264) == 1
+    assert [kernels.share_count(8, 10**6, 64, n, apart=True) for n in (264, 255, 8, 1)] == [32, 16, 1, 1]
 
 
 def test_tiles_of_large_trees_depend_on_the_context() -> None:
-    large = tiles.LARGE
-    assert tiles.tiles_for(240, 128, HALF, large, 16_384, 8, False).rows == 128
-    assert tiles.tiles_for(240, 128, HALF, large, 1024, 8, False).rows == 64
-    assert tiles.tiles_for(240, 256, HALF, large, 16_384, 8, False).rows == 64, "heads that fill the registers"
-    assert tiles.tiles_for(240, 128, HALF, large // 2, 16_384, 8, False).rows == 64, "little shared memory"
-    assert tiles.tiles_for(32, 128, HALF, large, 16_384, 8, False).rows == 32
+    large = kernels.LARGE
+    assert kernels.tiles_for(240, 128, HALF, large, 16_384, 8, False).rows == 128
+    assert kernels.tiles_for(240, 128, HALF, large, 1024, 8, False).rows == 64
+    assert kernels.tiles_for(240, 256, HALF, large, 16_384, 8, False).rows == 64, "heads that fill the registers"
+    assert kernels.tiles_for(240, 128, HALF, large // 2, 16_384, 8, False).rows == 64, "little shared memory"
+    assert kernels.tiles_for(32, 128, HALF, large, 16_384, 8, False).rows == 32
 
 
 def test_many_shares_are_combined_apart() -> None:
     """Of few sequences with long contexts, whose rows fit in one block."""
-    large = tiles.LARGE
+    large = kernels.LARGE
     for chain in (True, False):
-        assert tiles.tiles_for(32, 128, HALF, large, 16_384, 16, chain).combine_apart
+        assert kernels.tiles_for(32, 128, HALF, large, 16_384, 16, chain).combine_apart
         for rows, slots, heads, shared in ((32, 1024, 8, large), (32, 16_384, 24, large), (32, 16_384, 8, large // 2)):
-            assert not tiles.tiles_for(rows, 128, HALF, shared, slots, heads, chain).combine_apart
-        assert not tiles.tiles_for(240, 128, HALF, large, 16_384, 8, chain).combine_apart
+            assert not kernels.tiles_for(rows, 128, HALF, shared, slots, heads, chain).combine_apart
+        assert not kernels.tiles_for(240, 128, HALF, large, 16_384, 8, chain).combine_apart
 
 
 def test_tiles_of_chains() -> None:
     """Their blocks may have more slots than a word has bits; those of rows that see slots by a mask may not."""
-    large = tiles.LARGE
-    assert tiles.tiles_for(32, 128, HALF, large, 1024, 8, True).slots == 128
-    assert tiles.tiles_for(32, 128, HALF, large, 1024, 64, True).slots == 64, "many sequences"
+    large = kernels.LARGE
+    assert kernels.tiles_for(32, 128, HALF, large, 1024, 8, True).slots == 128
+    assert kernels.tiles_for(32, 128, HALF, large, 1024, 64, True).slots == 64, "many sequences"
     for rows, d, dtype, shared in itertools.product((4, 32, 240), (64, 256), (HALF, torch.float32), (0, large)):
-        assert tiles.tiles_for(rows, d, dtype, shared, 16_384, 8, False).slots <= tiles.WORD
+        assert kernels.tiles_for(rows, d, dtype, shared, 16_384, 8, False).slots <= kernels.WORD
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        tiles.AttentionTiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, at_once=1),
-        tiles.AttentionTiles(rows=32, slots=64, warps=4, stages=2, apart=True, at_once=8),
-        tiles.AttentionTiles(rows=128, slots=32, warps=8, stages=2, apart=True),
-        tiles.AttentionTiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, combine_apart=True, late=True),
-        tiles.AttentionTiles(rows=32, slots=64, warps=4, stages=2, per_processor=100, apart=True, combine_apart=True),
+        kernels.AttentionTiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, at_once=1),
+        kernels.AttentionTiles(rows=32, slots=64, warps=4, stages=2, apart=True, at_once=8),
+        kernels.AttentionTiles(rows=128, slots=32, warps=8, stages=2, apart=True),
+        kernels.AttentionTiles(rows=16, slots=16, warps=4, stages=2, per_processor=2, combine_apart=True, late=True),
+        kernels.AttentionTiles(rows=32, slots=64, warps=4, stages=2, per_processor=100, apart=True, combine_apart=True),
     ],
     ids=lambda t: f"{t.rows}x{t.slots}",
 )
-def test_other_tiles(given: tiles.AttentionTiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tiles(given: kernels.AttentionTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a sweep asks for gives the same results."""
     monkeypatch.setattr(kernels, "tiles_for", lambda *_: given)
     Case([90, 0, 33], 7, 8, 2, 16, HALF).check(window=20)
@@ -245,7 +244,7 @@ def test_other_tiles(given: tiles.AttentionTiles, monkeypatch: pytest.MonkeyPatc
 
 
 def test_wide_blocks_need_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "tiles_for", lambda *_: tiles.AttentionTiles(rows=32, slots=128, warps=8, stages=3))
+    monkeypatch.setattr(kernels, "tiles_for", lambda *_: kernels.AttentionTiles(rows=32, slots=128, warps=8, stages=3))
     for window in (None, 20):
         Case([300, 0, 128, 33], 8, 8, 2, 16, HALF, chain=True).check(window=window)
     with pytest.raises(ValueError, match="blocks of 128 slots need a chain"):
@@ -272,25 +271,9 @@ def test_strided_queries_and_visibility() -> None:
     case.check(window=4)
 
 
-def test_attention_refuses() -> None:
-    case = Case([3], 2, 4, 2, 16, torch.float32)
-    with pytest.raises(ValueError, match="must be one of definition, triton"):
-        case.ours("eager")
-    with pytest.raises(ValueError, match="needs the positions"):
-        case.ours(window=4)
-    case.visible = case.visible[:, :1]
-    with pytest.raises(ValueError, match="where G divides H"):
-        case.ours()
-    with pytest.raises(ValueError, match="has no float64"):
-        Case([3], 2, 4, 2, 16, torch.float64).ours()
-    case = Case([3], 2, 4, 2, 16, torch.float32)
-    with pytest.raises(ValueError, match="counters must be"):
-        case.ours(counters=torch.zeros(3, dtype=torch.int32))
-    case.keys = case.keys.half()
-    with pytest.raises(ValueError, match="one dtype"):
-        case.ours()
-    assert best_impl("cuda", torch.bfloat16) == "triton"
-    assert best_impl("cuda", torch.float64) == best_impl("cpu", torch.float32) == "definition"
+def test_where_kernels_compute() -> None:
+    assert has_kernels(torch.device("cuda"), torch.bfloat16) and has_kernels(torch.device("cuda:1"), torch.float32)
+    assert not has_kernels(torch.device("cuda"), torch.float64) and not has_kernels(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.gpu
@@ -346,11 +329,11 @@ def test_add_rms_norm(M: int, E: int, dtype: torch.dtype) -> None:
     wide, residual, weight = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([(M, 2 * E), (M, E), (E,)]))
     x = wide[:, E:]  # rows may be strided
     for other in (None, residual):
-        normed, total = add_rms_norm(x, other, weight, 1e-5, impl="triton")
+        (normed, total), definition = by_both(add_rms_norm, x, other, weight, 1e-5)
         assert torch.equal(total, x if other is None else x + other)
         exact, _ = add_rms_norm(total.double(), None, weight.double(), 1e-5)
         assert normed.dtype == dtype and distance(normed, exact) <= TOLERANCE[dtype]
-        for a, b in zip((normed, total), add_rms_norm(x, other, weight, 1e-5, impl="definition"), strict=True):
+        for a, b in zip((normed, total), definition, strict=True):
             assert a.dtype == b.dtype and distance(a, b) <= TOLERANCE[dtype]
 
 
@@ -362,7 +345,8 @@ def test_the_definition_of_the_norm_is_torchs(dtype: torch.dtype) -> None:
     for mode in (torch.inference_mode(), torch.enable_grad()):  # what the first call keeps serves the second
         with mode:
             rows = x.clone().requires_grad_(torch.is_grad_enabled())
-            normed, _ = add_rms_norm(rows, None, weight, 1e-4, impl="definition")
+            with computed_by("definition"):
+                normed, _ = add_rms_norm(rows, None, weight, 1e-4)
             assert normed.dtype == dtype and distance(normed.detach(), expected) <= tolerance
     normed.sum().backward()
     assert rows.grad is not None and bool(rows.grad.isfinite().all())
@@ -381,14 +365,15 @@ def test_join_embedding(normed: str, M: int, E: int, dtype: torch.dtype) -> None
     )]  # fmt: skip
     row = torch.arange(2 * M + 1, device=DEVICE) * 5 % M  # states may be read several times, or not
     for impl in ("triton", "definition"):
-        found, read = join_embedding(token, state, embedding, *gains, 1e-5, impl=impl)
+        with computed_by(impl):
+            found, read = join_embedding(token, state, embedding, *gains, 1e-5)
+            chosen, read_again = join_embedding(token[row], state, embedding, *gains, 1e-5, row_M=row)
+            expected, _ = join_embedding(token[row], state[row].contiguous(), embedding, *gains, 1e-5)
         assert found.dtype == dtype and distance(found, torch.cat(norms, -1)) <= TOLERANCE[dtype]
         assert torch.equal(read, state)
         if not normed:
             assert torch.equal(found, torch.cat((embedding[token], state), -1))
-        chosen, read = join_embedding(token[row], state, embedding, *gains, 1e-5, row_M=row, impl=impl)
-        expected, _ = join_embedding(token[row], state[row].contiguous(), embedding, *gains, 1e-5, impl=impl)
-        assert torch.equal(chosen, expected) and torch.equal(read, state[row])
+        assert torch.equal(chosen, expected) and torch.equal(read_again, state[row])
 
 
 @pytest.mark.parametrize(("M", "width"), SHAPES)
@@ -397,7 +382,8 @@ def test_silu_mul_fused(M: int, width: int, dtype: torch.dtype) -> None:
     x = randn(M, 2 * width, dtype=dtype)
     exact = torch.nn.functional.silu(x.double()[:, :width]) * x.double()[:, width:]
     for impl in ("triton", "definition"):
-        found = silu_mul_fused(x, impl=impl)
+        with computed_by(impl):
+            found = silu_mul_fused(x)
         assert found.shape == (M, width) and found.dtype == dtype and distance(found, exact) <= TOLERANCE[dtype]
 
 
@@ -428,7 +414,8 @@ def test_rope_to_cache(M: int, H: int, G: int, d: int, r: int, norms: str, layou
             keys, values = keys if layout == "GPd" else keys.transpose(0, 1), torch.full_like(keys, 7.0).view(G, P, d)
             cast = [None if x is None else x.to(dtype) for x in gains]
             tables = (cos.double(), sin.double()) if dtype == torch.float64 else (cos, sin)
-            q = rope_to_cache(qkv.to(dtype), *tables, H, G, d, keys, values, slot, *cast, 1e-6, impl=impl)
+            with computed_by(impl):
+                q = rope_to_cache(qkv.to(dtype), *tables, H, keys, values, slot, *cast, 1e-6)
             return [q, keys, values]
 
         exact = results("definition", torch.float64)
@@ -451,7 +438,8 @@ def test_rows_share_their_rotation(M: int, n: int, impl: str) -> None:
     made = []
     for cos, sin in (tables, [x.repeat_interleave(M // n, 0) for x in tables]):
         keys, values = torch.zeros(2, 1, M, 16, device=DEVICE)
-        made.append((rope_to_cache(qkv, cos, sin, 2, 1, 16, keys, values, slot, impl=impl), keys, values))
+        with computed_by(impl):
+            made.append((rope_to_cache(qkv, cos, sin, 2, keys, values, slot), keys, values))
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
@@ -461,29 +449,10 @@ def test_rope_to_cache_rotates_as_a_draft_does() -> None:
 
     qkv, (cos, sin) = randn(3, 4 * 8, dtype=torch.float64), table(3, 6, torch.float64)
     keys, values = torch.zeros(2, 1, 5, 8, dtype=torch.float64, device=DEVICE)
-    q = rope_to_cache(qkv, cos, sin, 2, 1, 8, keys, values, torch.tensor([4, 0, 2], device=DEVICE))
+    q = rope_to_cache(qkv, cos, sin, 2, keys, values, torch.tensor([4, 0, 2], device=DEVICE))
     rotated = apply_rope(qkv.view(3, 4, 8)[:, :3], cos[:, None], sin[:, None])
     torch.testing.assert_close(q, rotated[:, :2])
     torch.testing.assert_close(keys[0, [4, 0, 2]], rotated[:, 2])
-
-
-def test_the_layer_refuses() -> None:
-    with pytest.raises(ValueError, match="cannot be 3"):
-        silu_mul_fused(torch.ones(1, 3))
-    keys, cos = torch.zeros(1, 4, 8), torch.ones(2, 8)
-    slot = torch.arange(2)
-    with pytest.raises(ValueError, match="do not belong with a projection"):
-        rope_to_cache(torch.ones(2, 24), cos, cos, 2, 1, 8, keys, keys, slot)
-    with pytest.raises(ValueError, match="do not belong with a projection"):  # 2 rows have 3 positions
-        rope_to_cache(torch.ones(2, 32), torch.ones(3, 8), torch.ones(3, 8), 2, 1, 8, keys, keys, slot)
-    with pytest.raises(ValueError, match="even number of at most 8"):
-        rope_to_cache(torch.ones(2, 32), torch.ones(2, 10), torch.ones(2, 10), 2, 1, 8, keys, keys, slot)
-    with pytest.raises(ValueError, match=r"do not belong with states \(2, 8\), embeddings \(9, 4\)"):
-        join_embedding(slot, cos, torch.ones(9, 4))
-    with pytest.raises(ValueError, match=r"gain \(4,\)"):
-        join_embedding(slot, cos, torch.ones(9, 8), torch.ones(4))
-    with pytest.raises(ValueError, match="must be one of"):
-        add_rms_norm(torch.ones(1, 8), None, torch.ones(8), 1e-6, impl="flex")
 
 
 @pytest.mark.gpu
@@ -502,7 +471,7 @@ def test_a_captured_graph_follows_the_device(window: int | None) -> None:
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
 
     def call() -> Tensor:
-        q = rope_to_cache(qkv, cos, sin, H, G, d, keys, values, slot.view(-1))
+        q = rope_to_cache(qkv, cos, sin, H, keys, values, slot.view(-1))
         return tree_attention(
             q.view(B, S, H, d), keys, values, start, length, Visible(visible), window=window, position_BS=position,
             counters=counters,
@@ -528,7 +497,8 @@ def test_a_captured_graph_follows_the_device(window: int | None) -> None:
         qkv.normal_()
         graph.replay()
         found, pools = out.clone(), (keys.clone(), values.clone())
-        q = rope_to_cache(qkv, cos, sin, H, G, d, keys, values, slot.view(-1), impl="definition").view(B, S, H, d)
+        with computed_by("definition"):
+            q = rope_to_cache(qkv, cos, sin, H, keys, values, slot.view(-1)).view(B, S, H, d)
         assert distance(pools[0], keys) <= 1e-2 and torch.equal(pools[1], values)
         exact = tree_attention_reference(
             q.double(), keys.double(), values.double(), start, length, visible, d**-0.5, window, position
@@ -544,13 +514,14 @@ def test_argmax_of_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tied, last, none = x.clone(), torch.full_like(x, -torch.inf), torch.full_like(x, -torch.inf)
     tied[..., 3] = tied[..., 5] = tied[..., -1] = 9.0
     last[..., -1] = -3.0
-    assert (argmax_rows(tied, impl="triton") == 3).all()
+    assert (by_both(argmax_rows, tied)[0] == 3).all()
     for rows in (x, tied, last, none, x[..., ::2]):
-        assert torch.equal(argmax_rows(rows, impl="triton"), argmax_rows(rows, impl="definition"))
+        found, expected = by_both(argmax_rows, rows)
+        assert torch.equal(found, expected)
         ids_V = torch.randperm(rows.shape[-1], device=DEVICE)
-        assert torch.equal(argmax_rows(rows, ids_V, impl="triton"), ids_V[argmax_rows(rows, impl="definition")])
+        assert all(torch.equal(found, ids_V[expected]) for found in by_both(argmax_rows, rows, ids_V))
     for rows in (torch.full_like(x, torch.nan), torch.where(x > 0, torch.nan, x)):
-        found = argmax_rows(rows, impl="triton")
+        found, _ = by_both(argmax_rows, rows)
         assert ((found >= 0) & (found < x.shape[-1])).all()
 
 
@@ -563,14 +534,13 @@ def in_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def check_largest(x: Tensor, k: int) -> None:
     """`largest` exactly, and the log-probabilities of `likeliest` up to rounding."""
     values, places = in_order(x, k)
-    found = largest(x, k, impl="triton")
+    found, _ = by_both(largest, x, k)
     assert found[0].dtype == x.dtype and found[1].dtype == torch.int64
     assert torch.equal(found[0], values) and torch.equal(found[1], places)
-    logp, token = likeliest(x, k, impl="triton")
+    (logp, token), (plain, _) = by_both(likeliest, x, k)
     assert logp.dtype == torch.float32 and token.dtype == torch.int64 and torch.equal(token, places)
     exact = x.double().log_softmax(-1).gather(-1, places).float()
     torch.testing.assert_close(logp, exact, rtol=1e-6, atol=1e-5, equal_nan=True)
-    plain, _ = likeliest(x, k, impl="definition")
     torch.testing.assert_close(logp, plain, rtol=1e-6, atol=1e-5, equal_nan=True)
 
 
@@ -606,22 +576,16 @@ def test_the_largest_with_nan() -> None:
     """NaN comes first, whatever its sign; log-probabilities of its row are NaN, of other rows they are not."""
     x = randn(2, 3000, dtype=torch.float32)
     x[0, 7], x[0, 2999] = torch.nan, -torch.tensor(torch.nan)
-    values, places = largest(x, 3, impl="triton")
+    (values, places), _ = by_both(largest, x, 3)
     assert values.isnan().tolist() == [[True, True, False], [False] * 3] and places[0, :2].tolist() == [7, 2999]
-    logp, token = likeliest(x, 3, impl="triton")
+    (logp, token), (plain, _) = by_both(likeliest, x, 3)
     assert logp[0].isnan().all() and torch.equal(token, places)
-    torch.testing.assert_close(logp[1], likeliest(x[1], 3, impl="definition")[0])
+    torch.testing.assert_close(logp[1], plain[1])
 
 
 def test_as_many_of_a_row() -> None:
-    """As many as the kernels take, more, and no row; from 1 to W are asked for."""
+    """As many as the kernels take, more, and no row."""
     x = randn(2, 2100, dtype=torch.float32)
     for k in (MOST, MOST + 1):
         check_largest(x, k)
-    assert [y.shape for y in likeliest(x[:0], 3, impl="triton")] == [(0, 3), (0, 3)]
-    for k in (0, 2101):
-        for function in (largest, likeliest):
-            with pytest.raises(ValueError, match="must be between 1 and the 2100"):
-                function(x, k)
-    with pytest.raises(ValueError, match="must be one of"):
-        largest(x, 3, impl="radix")
+    assert [y.shape for y in by_both(likeliest, x[:0], 3)[0]] == [(0, 3), (0, 3)]

@@ -16,7 +16,7 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.weights import load_draft, save_draft
-from fledge.ops.tree_attention import Visible
+from fledge.ops.attention_tree import Visible
 from fledge.targets.compatibility import connect_draft
 from support.targets import P_EAGLE, exact_target, tiny_draft
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.ops.dynamic_tree import MOST_CANDIDATES, MOST_WIDTH, Candidates, add_level, best_nodes
-from support.devices import needs_triton
+from fledge.ops.device import computed_by
+from fledge.ops.trees import MOST_CANDIDATES, MOST_WIDTH, Candidates, add_level, best_nodes
+from support.devices import by_both, needs_triton
 
 needs_triton()
 
@@ -49,13 +50,14 @@ def grow(
     """All that the functions make of a tree."""
     ids_W = torch.arange(VOCABULARY, device=device) * 3 + 1
     found, made = Candidates.empty(B, levels, w, device), []
-    for level in range(levels):
-        logp, token = children(B, w if level and not shared else 1, w, kind, seed=level)
-        front = add_level(found, level, logp.to(device), token.to(device), ids_W, impl=impl)
-        assert (front is None) == (level + 1 == levels)
-        made += front or ()
-    root_B = torch.arange(B, device=device) + 1000
-    made += best_nodes(found, nodes, root_B, ids_W, impl=impl)
+    with computed_by(impl):
+        for level in range(levels):
+            logp, token = children(B, w if level and not shared else 1, w, kind, seed=level)
+            front = add_level(found, level, logp.to(device), token.to(device), ids_W)
+            assert (front is None) == (level + 1 == levels)
+            made += front or ()
+        root_B = torch.arange(B, device=device) + 1000
+        made += best_nodes(found, nodes, root_B, ids_W)
     return [*made, *(x for x in (getattr(found, f.name) for f in fields(found)) if isinstance(x, Tensor))]
 
 
@@ -87,7 +89,7 @@ def test_one_nan_is_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
         for sort in (Tensor.sort, by_bits):
             with monkeypatch.context() as patch:
                 patch.setattr(Tensor, "sort", sort)
-                made.append(best_nodes(found, nodes, torch.arange(2), torch.arange(60), impl="definition"))
+                made.append(best_nodes(found, nodes, torch.arange(2), torch.arange(60)))
         assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
@@ -133,15 +135,13 @@ def test_a_search_finds_the_same(kind: str, impl: str) -> None:
 
 
 def test_many_candidates() -> None:
-    """As many as one program holds, and more; wider trees than the kernels take; no requests; another name."""
+    """As many as one program holds, and more; wider trees than the kernels take; no requests."""
     for levels, w in ((9, MOST_WIDTH), (2, MOST_WIDTH + 1)):
         P = Candidates.empty(1, levels, w, DEVICE).score_BP.shape[1]
         assert P > MOST_CANDIDATES or w > MOST_WIDTH
         ours, exact = (grow(1, levels, w, 40, "ties", False, impl) for impl in ("triton", "definition"))
         assert all(torch.equal(a, b) for a, b in zip(ours, exact, strict=True))
     assert [x.shape[0] for x in grow(0, 3, 4, 9, "random", False, "triton")] == [0] * 11
-    with pytest.raises(ValueError, match="must be one of"):
-        grow(1, 1, 1, 2, "random", False, "sorted")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -154,5 +154,5 @@ def test_the_best_of_any_scores(seed: int) -> None:
         found.token_BP.copy_(torch.arange(37).expand(2, 37))
         ids_W = torch.arange(37, device=DEVICE)
         for nodes in (2, 7, 37, 38):
-            ours, exact = (best_nodes(found, nodes, ids_W[:2], ids_W, impl=i) for i in ("triton", "definition"))
+            ours, exact = by_both(best_nodes, found, nodes, ids_W[:2], ids_W)
             assert all(torch.equal(a, b) for a, b in zip(ours, exact, strict=True))

@@ -18,7 +18,7 @@ from fledge.data.documents import Document
 from fledge.decode.engine import Completion, Engine
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
-from fledge.ops import products
+from fledge.ops import training
 from fledge.ops.rope import apply_rope
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
@@ -106,7 +106,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
 
 def test_triton_layers_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_triton()
-    monkeypatch.setattr(products, "ROW_MULTIPLE", 4)  # the interpreter is slow
+    monkeypatch.setattr(training, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target, draft = pair(torch.float32)
     on_device(target, draft)
     row = row_of(DOCUMENTS, filler=4)

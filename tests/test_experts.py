@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from fledge.ops.experts import MOST_ROWS, Routing, experts, route
 from fledge.targets.native import NativeTarget
+from fledge.ops.device import computed_by
+from fledge.ops.experts import MOST_ROWS, experts, route
+from fledge.targets.native.target import NativeTarget
 from support.devices import distance, needs_triton
 from support.targets import tiny_target
 
@@ -38,9 +41,9 @@ class Case:
         self.gate_up, self.down = randn(X, 2 * F, E) / E**0.5, randn(X, E, F) / F**0.5
 
     def __call__(self, impl: str | None = "triton", rows: slice = slice(None), normalized: bool = True) -> Tensor:
-        routing = route(self.logits[rows], self.chosen, normalized, impl=impl)
-        arguments = self.x[rows], self.gain, EPS, routing, self.gate_up, self.down, self.residual[rows]
-        return experts(*arguments, impl=impl)
+        with nullcontext() if impl is None else computed_by(impl):
+            routing = route(self.logits[rows], self.chosen, normalized)
+            return experts(self.x[rows], self.gain, EPS, routing, self.gate_up, self.down, self.residual[rows])
 
     def exact(self, normalized: bool = True) -> Tensor:
         """In float64, expert by expert of each row."""
@@ -76,7 +79,8 @@ def test_routing(M: int, X: int, C: int) -> None:
     p_MX, order = logits.softmax(-1), logits.sort(-1, descending=True).indices[:, :C]
     for impl in ("definition", "triton"):
         for normalized in (False, True):
-            found = route(logits, C, normalized, impl=impl)
+            with computed_by(impl):
+                found = route(logits, C, normalized)
             weight_MC = p_MX.gather(1, order)
             torch.testing.assert_close(
                 found.weight_MC, weight_MC / weight_MC.sum(-1, True) if normalized else weight_MC
@@ -90,9 +94,10 @@ def test_routing(M: int, X: int, C: int) -> None:
 
 
 def test_of_equal_logits_the_first_expert_is_chosen() -> None:
-    found = route(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0], [-torch.inf] * 5], device=DEVICE), 3, True, impl="triton")
+    with computed_by("triton"):
+        found = route(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0], [-torch.inf] * 5], device=DEVICE), 3, True)
+        numbers = route(torch.tensor([[torch.nan, 1.0, torch.nan, 2.0]], device=DEVICE), 2, True)
     assert found.end_X.tolist() == [2, 4, 5, 6, 6]
-    numbers = route(torch.tensor([[torch.nan, 1.0, torch.nan, 2.0]], device=DEVICE), 2, True, impl="triton")
     assert numbers.end_X.tolist() == [1, 1, 2, 2] and numbers.weight_MC.isnan().all()
 
 
@@ -119,27 +124,6 @@ def test_views_and_no_rows() -> None:
     case.down = case.down.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="rows are contiguous"):
         case()
-
-
-def test_what_does_not_belong_together_is_refused() -> None:
-    case = Case(3, 24, 16, 4, 2)
-    routing = route(case.logits, 2, True)
-    for chosen in (0, 5):
-        with pytest.raises(ValueError, match=f"cannot choose {chosen} of 4 experts"):
-            route(case.logits, chosen, True)
-    good = dict(x_ME=case.x, gain_E=case.gain, eps=EPS, routing=routing, gate_up_XOE=case.gate_up)
-    good |= dict(down_XEF=case.down, residual_ME=case.residual)
-    wrong: dict[str, Any] = dict(
-        gain_E=case.gain[:5], gate_up_XOE=case.gate_up[:, :6], down_XEF=case.down[:3], residual_ME=case.x[:1],
-        routing=Routing(routing.weight_MC[:2], routing.order_P, routing.end_X, routing.slot_S),
-    )  # fmt: skip
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match="do not belong with weights"):
-            experts(**{**good, name: value})
-    with pytest.raises(ValueError, match="must have one dtype"):
-        experts(**{**good, "down_XEF": case.down.double()})
-    with pytest.raises(ValueError, match="must be one of"):
-        experts(**good, impl="grouped")
 
 
 @pytest.mark.gpu

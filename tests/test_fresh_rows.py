@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fledge.ops.fresh_rows import FreshRows, fresh_rows
+from fledge.ops.device import computed_by
+from fledge.ops.trees import FreshRows, fresh_rows
 from support.devices import needs_triton
 
 needs_triton()
@@ -19,7 +20,8 @@ def rows_of(counts: list[int], R: int, impl: str, strided: bool = False, **optio
     token_BR, count_B = torch.arange(B * R, device=DEVICE).view(B, R) + 100, torch.tensor(counts, device=DEVICE)
     token_BR = token_BR.T.contiguous().T if strided else token_BR
     start_B, length_B = torch.arange(B, device=DEVICE) * 1000, torch.arange(B, device=DEVICE) * 7 + 3
-    return fresh_rows(token_BR, count_B, start_B, length_B, impl=impl, **options)
+    with computed_by(impl):
+        return fresh_rows(token_BR, count_B, start_B, length_B, **options)
 
 
 @pytest.mark.parametrize("options", [{}, dict(masked=6, mask_token=5), dict(levels=7, expanded=70), dict(levels=1)])

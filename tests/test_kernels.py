@@ -14,14 +14,15 @@ from fledge.config import RopeConfig
 from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.drafts.layers import Compute, Rotary
-from fledge.ops import products
-from fledge.ops.gradients import GradientSums, take_rows
+from fledge.ops import training
+from fledge.ops.attention_ttt import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.ops.loss import KINDS
-from fledge.ops.mlp import swiglu, swiglu_reference
 from fledge.ops.rope import apply_rope
 from fledge.ops.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.train.objective import ttt
 from fledge.train.row_pass import Implementation, Objective
+from fledge.ops.training import GradientSums, swiglu, swiglu_reference, take_rows
+from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Features, Packed
 from support.devices import needs_triton
 from support.losses import LossCase, gradients, loss_case
@@ -237,7 +238,7 @@ def test_loss_of_ties_takes_the_first() -> None:
 def test_rope(H: int, d: int, rotated: int) -> None:
     """Outputs and gradients equal plain torch's, for full and partial rotation and head sizes that are not powers of
     two."""
-    from fledge.ops.elementwise import rope
+    from fledge.ops.training_triton import rope
 
     x = torch.randn(7, H, d, device=DEVICE).requires_grad_()
     angle = torch.randn(7, 1, rotated // 2, device=DEVICE).repeat(1, 1, 2)
@@ -252,7 +253,7 @@ def test_rope(H: int, d: int, rotated: int) -> None:
 def test_norm_with_input(N: int, E: int, reads: str) -> None:
     """The norm and its input, as both outputs of one function, have the right values and gradients whichever of them is
     used, also with more rows than programs of the kernel."""
-    from fledge.ops.norm import norm_with_input
+    from fledge.ops.training_triton import norm_with_input
 
     x, gain = torch.randn(N, E, device=DEVICE).requires_grad_(), torch.randn(E, device=DEVICE).requires_grad_()
     weights, found = torch.randn(2, N, E, device=DEVICE), []
@@ -311,7 +312,7 @@ def test_mlp(S: int, recompute: bool) -> None:
 @pytest.mark.parametrize("O", [3, 1024, 2500])
 def test_rows_are_added(O: int) -> None:
     """add_rows_ adds to the given rows only, for rows shorter than one block and for rows of several blocks."""
-    from fledge.ops.elementwise import add_rows_
+    from fledge.ops.training_triton import add_rows_
 
     total, rows = torch.randn(9, O, device=DEVICE), torch.tensor([7, 2, 8], device=DEVICE).int()
     x = torch.randn(3, O, device=DEVICE).half()
@@ -324,8 +325,7 @@ def test_rows_are_added(O: int) -> None:
 def test_parts_in_16_bits(part: str) -> None:
     """The error of each part's outputs and gradients is at most 1.5 times that of plain torch in the same dtype:
     bfloat16 on a GPU, float16 in the interpreter, which does not round bfloat16 as a GPU does."""
-    from fledge.ops.elementwise import rope
-    from fledge.ops.norm import norm_with_input
+    from fledge.ops.training_triton import norm_with_input, rope
 
     half = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     S, E, inner = 40, 256, 1536
@@ -339,7 +339,7 @@ def test_parts_in_16_bits(part: str) -> None:
     given = [torch.randn(s, generator=generator) / (s[-1] ** 0.5 if s[0] != S else 1) for s in shapes]
     angle = torch.randn(S, 1, 32, generator=generator).repeat(1, 1, 2).to(DEVICE)
     rows = torch.randperm(S, generator=generator).int().to(DEVICE)
-    shared: list[products.SharedProducts] = []
+    shared: list[training.SharedProducts] = []
 
     def triton(leaves: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
         if part == "norm":
@@ -348,7 +348,7 @@ def test_parts_in_16_bits(part: str) -> None:
             return rope(*leaves, cos, sin)
         if part == "shared products":
             x, y, weight = leaves
-            shared.append(products.SharedProducts(x, weight))
+            shared.append(training.SharedProducts(x, weight))
             return shared[0].with_rows(rows, y, weight)[0]
         return swiglu(*leaves, recompute=part == "mlp recomputed")
 
@@ -380,8 +380,8 @@ def test_parts_in_16_bits(part: str) -> None:
 @pytest.mark.parametrize("variant", [{}, dict(num_hidden_layers=2, fc_norm=True, norm_output=True, qk_norm=True)])
 def test_training_step(variant: dict, attention: str, slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, counts and gradients of a whole row equal the eager implementation's, with padded matrix heights."""
-    multiple = 4 if DEVICE == "cpu" else products.ROW_MULTIPLE  # Triton's interpreter is slow
-    monkeypatch.setattr(products, "ROW_MULTIPLE", multiple)
+    multiple = 4 if DEVICE == "cpu" else training.ROW_MULTIPLE  # Triton's interpreter is slow
+    monkeypatch.setattr(training, "ROW_MULTIPLE", multiple)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, **variant)
     row = row_of(DOCUMENTS, filler=5)
@@ -444,7 +444,7 @@ def test_a_row_without_live_slots(slots: int | None) -> None:
 def test_recomputing_stores_less(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With recomputation, no tensor of the MLP's intermediate size is saved for the backward pass, with or without
     biases, and the gradients stay the same."""
-    monkeypatch.setattr(products, "ROW_MULTIPLE", 4)
+    monkeypatch.setattr(training, "ROW_MULTIPLE", 4)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131, intermediate_size=76, mlp_bias=bias)
     target.model.to(DEVICE), draft.to(DEVICE)
@@ -478,7 +478,7 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If some parameters are frozen, the gradients of the others equal the eager ones, and frozen ones get none."""
-    monkeypatch.setattr(products, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else products.ROW_MULTIPLE)
+    monkeypatch.setattr(training, "ROW_MULTIPLE", 4 if DEVICE == "cpu" else training.ROW_MULTIPLE)
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)
     draft = tiny_draft(target, draft_vocab_size=131)
     row = row_of(DOCUMENTS)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fledge.drafts import kv_cache
 from fledge.drafts.kv_cache import CacheRows, KVCache, PromptRows, SlotPool, TreeRows
-from fledge.ops.tree_attention import Visible
+from fledge.ops.attention_tree import Visible
 
 INTERRUPTED = {SlotPool.reserve, SlotPool.release, SlotPool._set_buffer, SlotPool._fit, KVCache.select}
 LAYERS, G, H, D = 2, 2, 4, 3

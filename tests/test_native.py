@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fledge.config import ROPE_TYPES
 from fledge.decode import batch
 from fledge.decode.engine import Engine, load
-from fledge.ops import attention
+from fledge.ops import attention_prompt
 from fledge.targets.loading import load_target, target_of
 from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
@@ -212,7 +212,7 @@ def test_a_prompt_in_parts_gives_what_it_gives_in_one(
     name: str, parts: list[int], queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a window is shorter than a part, or longer, and where attention takes the queries in parts."""
-    monkeypatch.setattr(attention, "QUERIES", queries)
+    monkeypatch.setattr(attention_prompt, "QUERIES", queries)
     model, tokens = model_of(**MODELS[name]), text(40)
     logits, features = theirs(model, tokens)
     target = native(model)

@@ -197,7 +197,7 @@ def test_messages_name_only_flags_of_their_command():
     seen, wrong = 0, []
     for module, text in messages():
         # flags of git, engines and compilers; the commands
-        if module in ("io/machine.py", "engines/command.py", "ops/compiled/build.py", "cli.py"):
+        if module in ("io/machine.py", "engines/command.py", "ops/compiled.py", "cli.py"):
             continue
         known = {*known_to(READERS.get(module, COMMON)), *OTHERS}
         for flag in FLAG.finditer(text):

@@ -8,9 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fledge.decode.engine import Engine
 from fledge.drafts.kv_cache import PromptRows
-from fledge.ops.attention import _flash_supports, causal_attention
-from fledge.ops.packed_attention import PackedAttention
-from fledge.ops.sdpa import without_cudnn_sdpa
+from fledge.ops.attention_prompt import PackedAttention, _flash_supports, causal_attention, without_cudnn_sdpa
 from support.decoding import assert_same, prompts
 from support.targets import P_EAGLE, SLIDING, tiny_draft, tiny_target
 
@@ -58,8 +56,8 @@ def test_groups(counts: list[int], lengths: list[int], groups: list[int], window
 def test_the_last_tokens_of_a_prompt(heads: tuple[int, int], at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next part of a long prompt sees all parts before it, with one call of torch's attention as on a GPU, and in
     parts with masks."""
-    monkeypatch.setattr("fledge.ops.attention._flash_supports", lambda *_: at_once)
-    monkeypatch.setattr("fledge.ops.attention.QUERIES", 7)
+    monkeypatch.setattr("fledge.ops.attention_prompt._flash_supports", lambda *_: at_once)
+    monkeypatch.setattr("fledge.ops.attention_prompt.QUERIES", 7)
     (H, G), d, L = heads, 8, 50
     q, k, v = (torch.randn(n, L, d, dtype=torch.float64) for n in (H, G, G))
     whole = causal_attention(q.transpose(0, 1), k, v, 0.4, None)

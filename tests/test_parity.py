@@ -25,6 +25,9 @@ from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.ops import ttt_attention
 from fledge.ops.ttt_attention import OwnSteps, Queries
 from fledge.targets import parts as parts_module
+from fledge.ops import attention_ttt
+from fledge.ops.attention_ttt import OwnSteps, Queries
+from fledge.targets import transformers as transformers_target
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import plan as plan_module
@@ -381,9 +384,9 @@ REPLACED = [
     (passes_module, "teacher_rows", teacher_a_token_early, "llama"),
     (Packed, "live", live_a_token_longer, "llama"),
     (Packed, "live", live_a_token_shorter, "llama"),
-    (ttt_attention, "visible", sees_one_more, "llama"),
-    (ttt_attention, "visible", does_not_see_itself, "two layers"),
-    (ttt_attention, "visible", sees_other_documents, "llama"),
+    (attention_ttt, "visible", sees_one_more, "llama"),
+    (attention_ttt, "visible", does_not_see_itself, "two layers"),
+    (attention_ttt, "visible", sees_other_documents, "llama"),
     (passes_module, "plan_steps", past_shrinks_with_k, "llama"),
     (passes_module, "plan_steps", masks_at_one_position, "p-eagle"),
 ]

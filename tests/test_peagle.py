@@ -22,7 +22,7 @@ from fledge.data.vocab import choose_mask_token
 from fledge.decode.engine import Engine
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
-from fledge.ops import products
+from fledge.ops import training
 from fledge.ops.loss import KINDS
 from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
@@ -128,7 +128,7 @@ def test_triton_layers_give_the_same_gradients(
     slots: int | None, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_triton()
-    monkeypatch.setattr(products, "ROW_MULTIPLE", 4)  # the interpreter is slow
+    monkeypatch.setattr(training, "ROW_MULTIPLE", 4)  # the interpreter is slow
     target = tiny_target(tokenizer=False)
     draft = tiny_draft(target, num_hidden_layers=2, **P_EAGLE)
     on_device(target, draft)

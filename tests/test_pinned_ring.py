@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fledge.ops import pinned_ring
+from fledge.ops.device import computed_by
 from fledge.ops.pinned_ring import ENTRIES, PinnedRing
 from support.devices import needs_triton
 
@@ -29,7 +30,8 @@ def test_each_value_has_its_entry(shape: tuple[int, int], impl: str) -> None:
         values, entries = [], []
         for _ in range(2 * ENTRIES + 1):
             values.append(torch.randint(-(2**62), 2**62, shape, device=DEVICE))
-            ring.write(values[-1], impl=impl)
+            with computed_by(impl):
+                ring.write(values[-1])
             entries.append(ring.next())
             if DEVICE.type == "cuda":
                 torch.cuda.synchronize()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +16,12 @@ from torch import Tensor
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
 from fledge.ops import sampling as sampling_kernels
 from fledge.ops import sampling_cpu
-from fledge.ops.compiled.build import library
-from fledge.ops.sampling import TOKEN, coupled, filtered_argmax, gumbel, gumbel_argmax, hash_keys, uniforms
-from fledge.ops.top_filter import filter_top
-from fledge.ops.transfer import to_device
+from fledge.ops.compiled import library
+from fledge.ops.device import computed_by, to_device
+from fledge.ops.sampling import TOKEN, coupled, filter_top, gumbel, gumbel_argmax, hash_keys, uniforms
+from fledge.ops.sampling_cpu import filtered_argmax
 from fledge.types import Sampling, Tree
+from support.devices import by_both
 from support.verification import scores_of, uniforms_of
 
 V = 40
@@ -171,6 +174,13 @@ def random_scores(rows: int, n: int, dtype: torch.dtype, *, scale: float, shift:
     return x.to(dtype)
 
 
+def computing(impl: str) -> AbstractContextManager[Any]:
+    """The implementations of a CPU are "numpy" and "compiled"."""
+    if impl == "numpy":
+        return mock.patch.object(sampling_cpu, "library", lambda: None)
+    return nullcontext() if impl == "compiled" else computed_by(impl)
+
+
 compiled = pytest.param("compiled", marks=pytest.mark.skipif(library() is None, reason="needs a C compiler"))
 
 
@@ -186,11 +196,13 @@ def test_the_fast_draws_are_those_of_the_definition(impl: str, kind: str, dtype:
         scores = random_scores(rows, n, dtype, **SCORES[kind]).to(device)
         key = torch.tensor(n, device=device), torch.arange(rows, device=device), torch.tensor(1, device=device)
         state = hash_keys(*key, 2)
-        expected = gumbel_argmax(scores, state, impl="definition")
-        assert torch.equal(gumbel_argmax(scores, state, impl=impl), expected)
+        with computed_by("definition"):
+            expected = gumbel_argmax(scores, state)
         strided = torch.stack([scores, -scores], -1)[..., 0]
-        assert torch.equal(gumbel_argmax(strided, state, impl=impl), expected)
-        assert torch.equal(gumbel_argmax(scores[:, None], state[0], impl=impl)[0, 0], expected[0])
+        with computing(impl):
+            assert torch.equal(gumbel_argmax(scores, state), expected)
+            assert torch.equal(gumbel_argmax(strided, state), expected)
+            assert torch.equal(gumbel_argmax(scores[:, None], state[0])[0, 0], expected[0])
 
 
 @pytest.mark.gpu
@@ -199,7 +211,7 @@ def test_draws_of_a_large_vocabulary_on_a_gpu() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         scores = random_scores(60, 128_256, dtype, scale=3.0).cuda()
         state = hash_keys(*(torch.tensor(x, device="cuda") for x in (1, 2)), torch.arange(60, device="cuda"), 0)
-        assert torch.equal(gumbel_argmax(scores, state), gumbel_argmax(scores, state, impl="definition"))
+        assert torch.equal(*by_both(gumbel_argmax, scores, state))
 
 
 @pytest.mark.parametrize("impl", ["definition", compiled, "triton"])
@@ -212,24 +224,27 @@ def test_coupled_logits_have_the_noise_of_the_targets_draws(impl: str, dtype: to
     logits = (3 * torch.randn(3, 4, V)).to(dtype).to(device)
     state = torch.randint(-(2**62), 2**62, (3, 4), device=device)
     temperature = torch.tensor([0.7, 0.0, 1.3], dtype=torch.float64, device=device)
-    whole = coupled(logits, state, temperature, impl=impl)
+    with computing(impl):
+        whole = coupled(logits, state, temperature)
+        part = coupled(logits[..., ids], state, temperature, ids)
+        one = coupled(logits, state[:, :1], temperature)  # one state for all rows, as of a level of a tree
+        assert torch.equal(one, coupled(logits, state[:, :1].expand(3, 4), temperature))
     assert whole.dtype == torch.float32 and torch.equal(whole[1], logits[1].float())
     scores = logits.double() / temperature.where(temperature > 0, 1.0)[:, None, None]
-    draws = gumbel_argmax(scores, state, impl="definition")
+    with computed_by("definition"):
+        draws = gumbel_argmax(scores, state)
     assert torch.equal(whole.argmax(-1)[[0, 2]], draws[[0, 2]])
-    part = coupled(logits[..., ids], state, temperature, ids, impl=impl)
     torch.testing.assert_close(part, whole[..., ids])
-    one = coupled(logits, state[:, :1], temperature, impl=impl)  # one state for all rows, as of a level of a tree
     torch.testing.assert_close(one[:, 0], whole[:, 0])
-    assert torch.equal(one, coupled(logits, state[:, :1].expand(3, 4), temperature, impl=impl))
 
 
-@pytest.mark.parametrize("impl", [None, "triton"])
-def test_a_row_of_nan_draws_some_token(impl: str | None) -> None:
+@pytest.mark.parametrize("impl", ["numpy", compiled, "triton"])
+def test_a_row_of_nan_draws_some_token(impl: str) -> None:
     """Which one means nothing, but it exists: an index outside of the vocabulary would break what reads it."""
     scores = torch.full((2, 3000), torch.nan, dtype=torch.float64)
     scores[1, 5] = torch.inf
-    drawn = gumbel_argmax(scores, torch.tensor([1, 2]), impl=impl)
+    with computing(impl):
+        drawn = gumbel_argmax(scores, torch.tensor([1, 2]))
     assert 0 <= int(drawn[0]) < 3000
 
 
@@ -256,13 +271,12 @@ def test_the_fast_states_are_those_of_the_definition() -> None:
         (seed, request, position), (seed[0, 0], request[0, 0], position[0, 0]), (seed[0], request[0], position[1]),
         (seed[:0], request[:0], position[:0]), (seed, request, position[:, :1]),
     ):  # fmt: skip
-        expected = hash_keys(*parts, 3, impl="definition")
-        assert torch.equal(hash_keys(*parts, 3, impl="numpy"), expected)
-        assert library() is None or torch.equal(hash_keys(*parts, 3, impl="compiled"), expected)
-        found = hash_keys(*(x.to(device) for x in parts), 3, impl="triton")
-        assert torch.equal(found.cpu(), expected)
-    with pytest.raises(ValueError, match="'eager' must be one of definition, numpy, compiled, triton"):
-        hash_keys(seed, request, position, 0, impl="eager")
+        with computed_by("definition"):
+            expected = hash_keys(*parts, 3)
+        for impl in ("numpy", "compiled", "triton") if library() is not None else ("numpy", "triton"):
+            with computing(impl):
+                found = hash_keys(*(x.to(device if impl == "triton" else "cpu") for x in parts), 3)
+            assert torch.equal(found.cpu(), expected)
 
 
 def filter_by_sorting(sampling: BatchSampling, scores_BNV: Tensor) -> Tensor:
@@ -286,7 +300,7 @@ def test_filters_are_those_of_their_definition(dtype: torch.dtype, rounded: bool
     for seed in range(10):
         scores = 2 * torch.randn(len(OPTIONS), 3, V, generator=torch.Generator().manual_seed(seed), dtype=dtype)
         scores = scores.round() if rounded else scores
-        found = filter_top(scores.clone(), sampling.top_k_B, sampling.top_p_B, impl="definition")
+        found = filter_top(scores.clone(), sampling.top_k_B, sampling.top_p_B)
         assert torch.equal(found, filter_by_sorting(sampling, scores))
 
 
@@ -315,11 +329,13 @@ def test_a_default_device_changes_nothing() -> None:
     assert to_device([made], torch.device("meta"))[0].is_meta
 
 
-def test_nothing_is_compiled_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no C compiler, the warning would mean nothing there."""
-    monkeypatch.setattr(sampling_kernels, "library", lambda: pytest.fail("it was compiled"))
-    assert sampling_kernels._implementation(None, torch.device("cuda")) == "triton"
-    assert sampling_kernels._implementation(None, torch.device("mps")) == "definition"
+    for module in (sampling_kernels, sampling_cpu):
+        monkeypatch.setattr(module, "library", lambda: pytest.fail("it was compiled"))
+    state = hash_keys(*torch.zeros(3, 2, dtype=torch.int64, device="meta"), 0)
+    logits, temperature = torch.zeros(1, 2, 5, device="meta"), torch.ones(1, dtype=torch.float64, device="meta")
+    assert gumbel_argmax(logits, state).is_meta and coupled(logits, state[None], temperature).is_meta
 
 
 @pytest.mark.gpu
@@ -353,7 +369,8 @@ def test_filters_without_sorting(sharpness: float, V: int, rounded: bool, dtype:
                 assert sorted(found[0]) == kept_V.nonzero()[:, 0].tolist()
     for seed in range(20):
         state_M = hash_keys(torch.tensor(seed), torch.arange(9), torch.tensor(3), TOKEN)
-        expected = gumbel_argmax(sampling.process(scores_MV[:, None])[:, 0], state_M, impl="definition").tolist()
+        with computed_by("definition"):
+            expected = gumbel_argmax(sampling.process(scores_MV[:, None])[:, 0], state_M).tolist()
         assert sampling.draw(scores_MV, state_M) == expected
 
 

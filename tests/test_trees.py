@@ -20,10 +20,9 @@ from fledge.decode.state import RoundState
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.kv_cache import KVCache, TreeRows
-from fledge.ops import acceptance, dynamic_tree
-from fledge.ops.dynamic_tree import Candidates
-from fledge.ops.fresh_rows import FreshRows
-from fledge.ops.tree_attention import Visible
+from fledge.ops import trees as tree_operations
+from fledge.ops.attention_tree import Visible
+from fledge.ops.trees import Candidates, FreshRows
 from fledge.targets.cache import TargetCache
 from fledge.targets.native import NativeDecoder
 from fledge.targets.transformers import TransformersTarget
@@ -452,7 +451,7 @@ MUTATIONS = [  # (owner of the function, its name, its replacement)
     (TransformersTarget, "_positions_and_masks", place_all_nodes_at_one_position),
     (NativeDecoder, "rotation", rotate_all_nodes_like_the_root),
     (Tree, "ancestors", see_all_nodes),
-    (acceptance, "matches", follow_any_child),
+    (tree_operations, "matches", follow_any_child),
 ]
 
 
@@ -504,8 +503,8 @@ DRAFTING = [
     (TreeRows, "__init__", see_uncles),
     (sources, "fresh_rows", a_level_too_deep),
     (DraftDecoder, "step", read_the_first_ones_state),
-    (dynamic_tree, "cumulative_scores", forget_the_score_so_far),
-    (dynamic_tree, "_own_bits", see_cousins),
+    (tree_operations, "cumulative_scores", forget_the_score_so_far),
+    (tree_operations, "_own_bits", see_cousins),
 ]
 
 

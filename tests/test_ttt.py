@@ -16,16 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.ops import loss as loss_module
-from fledge.ops.gradients import Fp32Accumulator
-from fledge.ops.loss import (
-    KINDS,
-    SLOTS_PER_GROUP,
-    LossOptions,
-    Teacher,
-    definition,
-    loss_and_gradients,
-)
-from fledge.ops.ttt_attention import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
+from fledge.ops.attention_ttt import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
+from fledge.ops.loss import KINDS, SLOTS_PER_GROUP, LossOptions, Teacher, loss_and_gradients
+from fledge.ops.training import Fp32Accumulator
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import row_pass as passes_module
 from fledge.train.objective import accepted_per_round, simulate_decoding, ttt
@@ -488,9 +481,9 @@ def take_the_row_before(make_tiles: Any, *given: Any) -> Any:
 
 
 MUTATIONS: dict[str, tuple] = {  # name -> (owner of the function, its name, its replacement)
-    "slots out of the vocabulary scored": (definition, "tile_loss", score_everything),
-    "gradient unweighted": (definition, "tile_loss", leave_weights_out),
-    "teacher not renormalised": (definition._TeacherTile, "__init__", leave_p_unnormalised),
+    "slots out of the vocabulary scored": (loss_module, "tile_loss", score_everything),
+    "gradient unweighted": (loss_module, "tile_loss", leave_weights_out),
+    "teacher not renormalised": (loss_module._TeacherTile, "__init__", leave_p_unnormalised),
     "chunk off by one": (loss_module, "make_tiles", take_the_row_before),
 }
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.ops.acceptance import MOST_NODES, accept_own
-from fledge.ops.tree_attention import VisibleChain, place_trees
+from fledge.ops.attention_tree import VisibleChain
+from fledge.ops.trees import MOST_NODES, accept_own, place_trees
 from fledge.types import Tree, Verdict
-from support.devices import needs_triton
+from support.devices import by_both, needs_triton
 
 needs_triton()
 
@@ -52,7 +52,7 @@ def strided(tree: Tree) -> Tree:
 def test_places_of_nodes(B: int, N: int) -> None:
     start_B, length_B = torch.arange(B, device=DEVICE) * 1000 + 7, torch.arange(B, device=DEVICE) * 3
     for tree in (trees(B, N, N), strided(trees(B, N, N, slack=3)), trees(B, N, N, chain=True)):
-        ours, exact = (place_trees(tree, start_B, length_B, impl=impl) for impl in ("triton", "definition"))
+        ours, exact = by_both(place_trees, tree, start_B, length_B)
         for a, b in zip(ours[:2], exact[:2], strict=True):
             assert torch.equal(a, b) and a.dtype == b.dtype and a.is_contiguous()
         visible, expected = ours[2], exact[2]
@@ -77,13 +77,13 @@ def test_accepted_nodes(B: int, N: int, seed: int) -> None:
     for tree in (trees(B, N, seed), strided(trees(B, N, seed, slack=2)), trees(B, N, seed, chain=True)):
         for follow in (0.0, 0.5, 0.9, 1.0):
             own_BN = own_tokens(tree, follow, seed)
-            ours, exact = (accept_own(tree, own_BN, impl=impl) for impl in ("triton", "definition"))
+            ours, exact = by_both(accept_own, tree, own_BN)
             assert same(ours, exact)
             if tree.parent_BN is None and N > 1:
                 assert follow < 1 or (ours.count_B == N).all()
                 for size in (1, N - 1, N):
                     short = Tree(tree.token_BN, None, N - 1, torch.full((B,), size, device=DEVICE))
-                    ours, exact = (accept_own(short, own_BN.T.contiguous().T, impl=i) for i in ("triton", "definition"))
+                    ours, exact = by_both(accept_own, short, own_BN.T.contiguous().T)
                     assert same(ours, exact) and (ours.count_B <= size).all()
 
 
@@ -100,4 +100,4 @@ def own_tokens(tree: Tree, follow: float, seed: int) -> Tensor:
 
 def test_large_trees_take_the_definition() -> None:
     tree = Tree.chain(torch.zeros(1, MOST_NODES + 1, dtype=torch.int64, device=DEVICE))
-    assert same(*(accept_own(tree, tree.token_BN, impl=impl) for impl in ("triton", "definition")))
+    assert same(*by_both(accept_own, tree, tree.token_BN))

@@ -23,9 +23,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from fledge.ops.acceptance import accept_own
-from fledge.ops.tree_attention import Visible, pack_bits
-from fledge.ops.ttt_attention import visible
+from fledge.ops.attention_tree import Visible, pack_bits
+from fledge.ops.attention_ttt import visible
+from fledge.ops.trees import accept_own
 from fledge.train.plan import plan_steps
 from fledge.types import Packed, Tree, TreeShape
 

@@ -30,8 +30,7 @@ from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
 from fledge.drafts.draft import Draft
-from fledge.ops.implementations import current_device
-from fledge.ops.transfer import to_device
+from fledge.ops.device import current_device, to_device
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Round, Tree
 

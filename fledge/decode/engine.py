@@ -33,7 +33,7 @@ from fledge.decode.text import TextStream
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config
 from fledge.io.machine import resolve_device
-from fledge.ops.implementations import best_impl
+from fledge.ops.device import has_kernels
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
@@ -396,7 +396,7 @@ class Engine:
             reason = "logits processors run on the host"
         elif draft is not None and self.drafting.mode == "chain" and self.drafting.confidence:
             reason = "with a confidence, the host decides after each drafted token whether to draft another"
-        elif draft is not None and best_impl(draft.device, draft.dtype) != "triton":
+        elif draft is not None and not has_kernels(draft.device, draft.dtype):
             reason = f"the draft is in {str(draft.dtype).removeprefix('torch.')} on {draft.device}"
         if reason:
             self._warned_of_eager = True

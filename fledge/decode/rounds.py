@@ -25,7 +25,7 @@ from fledge.decode.sampling import BatchSampling, see
 from fledge.decode.state import RoundState
 from fledge.decode.verify import Processing, verify
 from fledge.drafts.draft import Draft
-from fledge.ops.implementations import best_impl, current_device
+from fledge.ops.device import current_device, has_kernels
 from fledge.ops.pinned_ring import PinnedRing
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Tree
@@ -246,9 +246,9 @@ class Rounds:
 def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
     """Whether rounds can be captured as CUDA graphs: the target is native, target and draft are on GPUs in a dtype that
     the kernels support, and drafting does not ask the device when to end."""
-    native = target.implementation == "native" and best_impl(target.device, target.dtype) == "triton"
+    native = target.implementation == "native" and has_kernels(target.device, target.dtype)
     draft = drafter.draft
-    return native and drafter.capturable and (draft is None or best_impl(draft.device, draft.dtype) == "triton")
+    return native and drafter.capturable and (draft is None or has_kernels(draft.device, draft.dtype))
 
 
 def graph_memory() -> Any:

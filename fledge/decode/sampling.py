@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from fledge.ops.sampling import filtered_argmax, gumbel_argmax, hash_keys
-from fledge.ops.top_filter import filter_top
-from fledge.ops.transfer import to_device
+from fledge.ops.device import to_device
+from fledge.ops.sampling import filter_top, gumbel_argmax, hash_keys
+from fledge.ops.sampling_cpu import filtered_argmax
 from fledge.types import Sampling, Tree, Verdict
 
 LARGEST = 2**63 - 1  # int64

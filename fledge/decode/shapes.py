@@ -13,12 +13,11 @@ from torch import Tensor
 
 from fledge.decode.sources import CandidateSource, Front
 from fledge.drafts.draft import Draft
-from fledge.ops.argmax import argmax_rows
-from fledge.ops.dynamic_tree import Candidates, add_level, best_nodes
-from fledge.ops.implementations import current_device
-from fledge.ops.likeliest import largest, likeliest
+from fledge.ops.attention_tree import VisibleBits, pack_bits
+from fledge.ops.device import current_device
 from fledge.ops.sampling import DRAFT, gumbel_argmax
-from fledge.ops.tree_attention import VisibleBits, pack_bits
+from fledge.ops.topk import argmax_rows, largest, likeliest
+from fledge.ops.trees import Candidates, add_level, best_nodes
 from fledge.types import Tree, TreeShape
 
 

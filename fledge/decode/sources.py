@@ -29,10 +29,11 @@ from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.fresh_rows import FreshRows, fresh_rows
+from fledge.ops.attention_prompt import without_cudnn_sdpa
+from fledge.ops.attention_tree import Visible, VisibleChain
+from fledge.ops.device import to_device
 from fledge.ops.sampling import TOKEN, coupled
-from fledge.ops.sdpa import without_cudnn_sdpa
-from fledge.ops.transfer import to_device
-from fledge.ops.tree_attention import Visible, VisibleChain
+from fledge.ops.trees import FreshRows, fresh_rows
 
 
 @dataclass(frozen=True)

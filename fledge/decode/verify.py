@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
-from fledge.ops.acceptance import accept_own
-from fledge.ops.argmax import argmax_rows
 from fledge.ops.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
+from fledge.ops.topk import argmax_rows
+from fledge.ops.trees import accept_own
 from fledge.types import Tree, Verdict
 
 FEW = 2**15  # logits; on a CPU, drawing at all nodes of so many is faster than one level after the other

@@ -1,4 +1,4 @@
-"""Decoder layers for a few rows on a CPU, by C code that is compiled on the machine (`ops/compiled/layers.c`).
+"""Decoder layers for a few rows on a CPU, by C code that is compiled on the machine (`ops/layers.c`).
 
 Between the products of a few rows, plain torch spends more time on calls than on arithmetic. Here all layers are one
 call. A row's result does not depend on the number of rows and threads, bit by bit, so that verification computes
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from fledge.drafts.decode_layer import LayerShape, LayerWeights
 from fledge.drafts.kv_cache import CacheRows, KVCache, PromptRows, TreeRows
+from fledge.ops.attention_tree import Visible, VisibleChain
 from fledge.ops.compiled import (
     LANES,
     MOST_ROWS,
     PANEL,
+    THREADS,
     CompiledWeight,
     WeightStruct,
     check_memory,
-    functions,
+    library,
     pointer,
 )
-from fledge.ops.compiled.threads import THREADS
-from fledge.ops.tree_attention.visible import Visible, VisibleChain
 
 
 class _Layer(Structure):
@@ -121,7 +121,7 @@ class CompiledLayers:
             ctypes.addressof(numbers), len(aux_layers),
         )  # fmt: skip
         with THREADS.computing() as asks.threads:
-            failed = functions().fledge_layers(byref(self.shape), self.array, len(self.array), byref(asks))
+            failed = library().fledge_layers(byref(self.shape), self.array, len(self.array), byref(asks))
         check_memory(failed)
         return out_QE, normed_QE, aux_MAE
 
@@ -150,7 +150,7 @@ class CompiledLayers:
         )  # fmt: skip
         state_KM, temperature_M = (None, None) if noise is None else (_integers(noise[0]), noise[1].double())
         with THREADS.computing() as asks.threads:
-            failed = functions().fledge_chain(
+            failed = library().fledge_chain(
                 byref(self.shape), self.array, len(self.array), byref(asks), byref(head.struct),
                 pointer(target_id_W), pointer(state_KM), pointer(temperature_M), normed_state, state_ME.data_ptr(), K,
                 token_KM.data_ptr(),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fledge.drafts.kv_cache import CacheRows
-from fledge.ops.decode_layer import rope_to_cache
 from fledge.ops.experts import experts, route
-from fledge.ops.few_rows import linear_add, linear_add_norm, norm_linear, norm_swiglu, plain_linear
+from fledge.ops.layer import rope_to_cache
+from fledge.ops.products import linear_add, linear_add_norm, norm_linear, norm_swiglu, plain_linear
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [n, rotated]: of M rows, or of M / n consecutive ones each
 
@@ -165,8 +165,7 @@ def queries(
     """The queries [M, H, d] of fused projections, after RoPE. Writes keys and values to the slots `slot_M`."""
     shape = weights.shape
     return rope_to_cache(
-        qkv_MO, *rotation, shape.heads, shape.kv_heads, shape.head_dim, keys_GPd, values_GPd, slot_M, weights.q_norm,
-        weights.k_norm, shape.eps,
+        qkv_MO, *rotation, shape.heads, keys_GPd, values_GPd, slot_M, weights.q_norm, weights.k_norm, shape.eps
     )  # fmt: skip
 
 

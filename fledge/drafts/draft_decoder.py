@@ -16,11 +16,10 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.kv_cache import CacheRows, KVCache
 from fledge.drafts.layers import EAGER, Compute
 from fledge.ops.compiled import MOST_ROWS, CompiledWeight
-from fledge.ops.decode_layer import add_rms_norm, join_embedding
-from fledge.ops.decode_layer.definition import rms_norm
-from fledge.ops.few_rows import norm_linear, plain_linear
-from fledge.ops.implementations import best_impl
+from fledge.ops.device import has_kernels
+from fledge.ops.layer import add_rms_norm, join_embedding, rms_norm
 from fledge.ops.packed_weight import packed_model
+from fledge.ops.products import norm_linear, plain_linear
 from fledge.ops.rope import cos_sin
 
 
@@ -57,7 +56,7 @@ class DraftDecoder:
         )
         norm_E = None if draft.family.borrows_head else draft.norm.weight
         self.compiled = layers_of(self.layers, self.shape, norm_E, others)
-        self.compute = Compute("triton") if best_impl(draft.device, draft.dtype) == "triton" else EAGER
+        self.compute = Compute("triton") if has_kernels(draft.device, draft.dtype) else EAGER
 
     def fuse(self, aux_TAD: Tensor) -> Tensor:
         """See `Draft.fuse`. On a CPU, the norms of all layers' states are computed together."""

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.ops.implementations import use_triton
-from fledge.ops.packed_attention import PackedAttention
-from fledge.ops.tree_attention import COUNTERS, Visible, VisibleChain, tree_attention
-from fledge.ops.tree_attention.definition import attend_to_slots, slots_and_masks
+from fledge.ops.attention_prompt import PackedAttention
+from fledge.ops.attention_tree import (
+    COUNTERS,
+    Visible,
+    VisibleChain,
+    attend_to_slots,
+    slots_and_masks,
+    tree_attention,
+)
+from fledge.ops.device import use_triton
 
 MIN_SLOTS = 256  # slots of a new pool
 
@@ -220,7 +226,7 @@ class TreeRows(CacheRows):
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
         """See `CacheRows.read`. The queries are those of `visible`."""
-        if not use_triton(None, q_QHd):
+        if not use_triton(q_QHd):
             return self._read_with_torch(layer, q_QHd, scale, window)
         cache, visible = self.cache, self._visible_in(window)
         out = tree_attention(

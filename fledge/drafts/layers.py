@@ -12,11 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
-from fledge.ops.gradients import GradientSums
-from fledge.ops.linear import linear
-from fledge.ops.mlp import swiglu
-from fledge.ops.products import SharedProducts, linear_products
+from fledge.ops.products import linear
 from fledge.ops.rope import apply_rope, cos_sin, rope_frequencies
+from fledge.ops.training import GradientSums, SharedProducts, linear_products, swiglu
 
 # attend(q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]; k and v are None if the layer computes queries only
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -50,7 +48,7 @@ EAGER = Compute()
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, with `ops.linear` for products with few rows on a CPU."""
+    """`nn.Linear`, with `ops.products.linear` for products with few rows on a CPU."""
 
     def forward(self, x: Tensor, compute: Compute = EAGER, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b, plus the residual if given."""
@@ -75,7 +73,7 @@ class RMSNorm(nn.Module):
         """The norm of x [S, E], and x itself. The caller must use the returned x: its gradient and the norm's are
         summed by one kernel with "triton"."""
         if compute.uses_triton:
-            from fledge.ops.norm import norm_with_input
+            from fledge.ops.training_triton import norm_with_input
 
             return norm_with_input(x, self.weight, self.eps)
         return self(x), x
@@ -96,8 +94,7 @@ class Rotary(nn.Module):
 
     def forward(self, position_S: Tensor, dtype: torch.dtype, compute: Compute = EAGER) -> Rotation:
         """(cos, sin) at the positions, each [S, 1, rotated], computed in float32 and returned in `dtype`."""
-        impl = "triton" if compute.uses_triton else "definition"
-        cos, sin = cos_sin(position_S, self.frequencies, self.scale, dtype, impl=impl)
+        cos, sin = cos_sin(position_S, self.frequencies, self.scale, dtype, triton=compute.uses_triton)
         return cos[:, None], sin[:, None]
 
     def _apply(self, fn, recurse: bool = True):
@@ -205,7 +202,7 @@ class Attention(nn.Module):
 def _rotated(x: Tensor, rotation: Rotation, compute: Compute) -> Tensor:
     x = x.expand(rotation[0].shape[0], -1, -1).contiguous()
     if compute.uses_triton:
-        from fledge.ops.elementwise import rope
+        from fledge.ops.training_triton import rope
 
         return rope(x, *rotation)
     return apply_rope(x, *rotation)

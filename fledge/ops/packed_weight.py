@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from fledge.io.machine import free_bytes, is_x86
-from fledge.ops.compiled import MOST_ROWS, CompiledWeight, short_dtype
-from fledge.ops.compiled.build import library
+from fledge.ops.compiled import MOST_ROWS, CompiledWeight, library, short_dtype
 
 Made = TypeVar("Made")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fledge.ops.implementations import best_impl
+from fledge.ops.device import use_triton
 
 ENTRIES = 4  # more than the rounds that are launched and not read, at most two (`Batch.round`)
 # memory of rings that are gone, which their devices may still write to
@@ -40,10 +40,9 @@ class PinnedRing:
         self.written.zero_()
         self._cycle = itertools.cycle(self.entries.unbind())
 
-    def write(self, values: Tensor, *, impl: str | None = None) -> None:
-        """Writes values of the shape, on the device, into the next entry. `impl` is "definition" (plain torch,
-        for a CPU), "triton" (one kernel; a GPU or Triton's interpreter), or None: "triton" on a GPU."""
-        if (best_impl(values.device, torch.float32) if impl is None else impl) == "triton":
+    def write(self, values: Tensor) -> None:
+        """Writes values of the shape, on the device, into the next entry."""
+        if use_triton(values):
             from fledge.ops.pinned_ring_triton import write_triton
 
             write_triton(values, self.entries, self.written)

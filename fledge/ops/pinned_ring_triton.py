@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.ops.implementations import dependent_launch
+from fledge.ops.device import dependent_launch
 
 BLOCK = 1024
 

@@ -1,128 +1,172 @@
-"""Matrix products of training: with accumulated weight gradients, and with rows shared by several products."""
+"""Matrix products of few rows, fused with what stands before and after them in a decoder layer; no gradients.
+
+With a few rows, a product takes as long as its weights are read. The kernels read each weight once, and neither the
+norm before a product nor the activation or sum after it has a launch of its own. With more than FEW_ROWS rows, where
+each program would spend time on the norm of all rows, the product before it computes the norm (`linear_add_norm`). For
+more than `most_rows` rows and on a CPU, the definitions apply: the fused small operations of `ops.layer`, and the
+products of the platform's library or, on a CPU, `strided_linear`.
+
+In the kernels, a row of the result does not depend on the other rows, bit by bit, nor on their number among 1 to 8,
+among 9 to FEW_ROWS, among 17 to 32, and among those above. Calls with equal arguments have equal results. The kernels
+accumulate in float32 and round each output once; the definitions round in between, and on a CPU their results may be
+strided. On GPUs from compute capability 9 on, the kernels read weights before the kernel in front of them has ended, so
+that a weight must not be what that kernel writes.
+
+Axes beyond the legend in `fledge.types`: I inputs and O outputs of a product, E width of the norm, F width of the MLP.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fledge.ops.few_rows import linear_add, plain_linear
-from fledge.ops.gradients import GradientSums
+from fledge.io.machine import is_intel
+from fledge.ops.device import chosen, use_triton
+from fledge.ops.layer import add_rms_norm, rms_norm, silu_mul_fused
+from fledge.ops.packed_weight import packed_copy, packed_linear
 
-# Training pads the number of rows of its products to a multiple of this. For each new number of rows, cuBLAS selects an
-# algorithm, which takes the CPU longer than a small product takes the GPU.
-ROW_MULTIPLE = 128
+FEW_ROWS = 16  # up to this number, a product computes the norm of its rows itself
+MOST_ROWS = 64  # for more, the products of a library cost little more than reading the weights
+# Up to this number of rows, W xᵀ is faster than x Wᵀ on a CPU: for x Wᵀ, torch's BLAS library first packs the weights,
+# which takes longer than the product itself. A single row is computed as two, because the matrix-vector product reads
+# the weights more slowly than either. For Intel's own CPUs this library (MKL) has other code: x Wᵀ of one to three
+# rows took as long as reading the weights on a Xeon, and W xᵀ twice as long.
+FEW_ROWS_ON_CPU = 0 if is_intel() else 8
 
 
-def padded_rows(rows: int) -> int:
-    """`rows` rounded up to a multiple of ROW_MULTIPLE."""
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+def most_rows(O: int, dtype: torch.dtype) -> int:
+    """The number of rows up to which the kernels are chosen for a weight of O outputs; at most MOST_ROWS."""
+    if dtype == torch.float32:
+        return FEW_ROWS
+    return FEW_ROWS if 4096 < O < 12288 else MOST_ROWS  # with more, cuBLAS is faster there
 
 
-def linear_products(
-    x_SI: Tensor, *weights_OI: Tensor, residual_SO: Tensor | None = None, gradients: GradientSums | None = None
-) -> tuple[Tensor, ...]:
-    """x Wᵀ for each weight, each [S, O]; or residual + x Wᵀ for a single weight.
+def _few(x_MI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether the kernels compute a product of x."""
+    return use_triton(x_MI) and (chosen() or x_MI.shape[0] <= most_rows(weight_OI.shape[0], x_MI.dtype))
 
-    If a weight has more columns than x, only its first I columns are used. With `gradients`, the backward pass adds the
-    weights' gradients there and the weights must be leaves; without, they are returned to autograd. The gradients of x
-    from several weights are accumulated inside the GEMMs that compute them.
+
+def plain_linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, [M, O] in the dtype of x."""
+    if _few(x_MI, weight_OI):
+        from fledge.ops.products_triton import product
+
+        return product(x_MI, weight_OI, bias_O)
+    return linear(x_MI, weight_OI, bias_O)
+
+
+def linear_add(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """residual + x Wᵀ + b, [M, O] in the dtype of x."""
+    if _few(x_MI, weight_OI):
+        from fledge.ops.products_triton import product
+
+        return product(x_MI, weight_OI, bias_O, residual_MO=residual_MO)
+    return strided_linear(x_MI, weight_OI, bias_O, residual_MO)
+
+
+def linear_add_norm(
+    x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor, gain_O: Tensor, eps: float, bias_O: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`linear_add`, and the norm of its result, y / rms(y) * gain, [M, O], for the product that reads both: with many
+    rows, that product would take longer if it computed the norm. None where it would not, which is with up to FEW_ROWS
+    rows in the kernels."""
+    if _few(x_MI, weight_OI):
+        from fledge.ops.products_triton import product, product_norm
+
+        if x_MI.shape[0] <= FEW_ROWS:
+            return product(x_MI, weight_OI, bias_O, residual_MO=residual_MO), None
+        return product_norm(x_MI, weight_OI, bias_O, residual_MO, gain_O, eps)
+    if x_MI.is_cuda:
+        normed_MO, sum_MO = add_rms_norm(strided_linear(x_MI, weight_OI, bias_O), residual_MO, gain_O, eps)
+        return sum_MO, normed_MO
+    sum_MO = strided_linear(x_MI, weight_OI, bias_O, residual_MO)
+    return sum_MO, rms_norm(sum_MO, gain_O, eps)
+
+
+def norm_linear(
+    x_ME: Tensor, gain_E: Tensor, eps: float, weight_OE: Tensor, bias_O: Tensor | None = None, *,
+    normed_ME: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(x / rms(x) * gain) Wᵀ + b, [M, O] in the dtype of x, where rms(x)² is the mean of x² plus eps.
+
+    The kernel multiplies the weights by x * gain, rounded to the dtype, and divides the products by rms(x). In float16,
+    x * gain must therefore be less than 65,504. `normed_ME` is x / rms(x) * gain where it is known, as by
+    `linear_add_norm`: its product is computed, and x is not read.
     """
-    if not torch.is_grad_enabled() and all(w.shape[1] == x_SI.shape[1] for w in weights_OI):
-        if residual_SO is not None:
-            return (linear_add(x_SI, weights_OI[0], residual_SO),)
-        return tuple(plain_linear(x_SI, w) for w in weights_OI)
-    return _Products.apply(gradients, residual_SO, x_SI, *weights_OI)
+    if _few(x_ME, weight_OE):
+        return _norm_product(x_ME, gain_E, eps, weight_OE, bias_O, normed_ME)
+    return strided_linear(_norm(x_ME, gain_E, eps) if normed_ME is None else normed_ME, weight_OE, bias_O)
 
 
-class SharedProducts:
-    """[x ; y] Wᵀ for many rows y that are concatenated with the same few rows x.
-
-    The part x Wᵀ of the product is computed once. `with_rows` adds the part of y. The gradient of the shared part is
-    summed in float32 over all calls of `with_rows` (in `totals`), and `backward` propagates it to x and the weights.
-    Needs a GPU, or Triton's interpreter.
-    """
-
-    def __init__(self, x_NI: Tensor, *weights_OI: Tensor, gradients: GradientSums | None = None):
-        self.width = x_NI.shape[1]
-        self.weights, self.gradients = weights_OI, gradients
-        self.products = linear_products(x_NI, *weights_OI, gradients=gradients)
-        self.totals = [torch.zeros_like(p, dtype=torch.float32) for p in self.products]
-        # an input that requires gradients: without it, autograd would skip the backward pass of `with_rows`
-        self.anchor = x_NI.new_empty(0, requires_grad=any(p.requires_grad for p in self.products))
-
-    def with_rows(self, rows_S: Tensor, y_SJ: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-        """[x[rows] ; y] Wᵀ for some of the constructor's weights, each [S, O].
-
-        `rows_S` is int32 or int64. Rows whose index occurs more than once must have zero output gradients.
-        """
-        return _WithRows.apply(self, self.anchor, rows_S, y_SJ, *weights_OI)
-
-    def index(self, weight: Tensor) -> int:
-        """The position of a weight among the constructor's weights."""
-        return next(i for i, w in enumerate(self.weights) if w is weight)
-
-    def backward(self) -> None:
-        """Backpropagates the summed gradients of the shared products to x and the weights."""
-        pairs = [(p, t) for p, t in zip(self.products, self.totals, strict=True) if p.requires_grad]
-        torch.autograd.backward([p for p, _ in pairs], [t.to(p.dtype) for p, t in pairs])
+def norm_swiglu(
+    x_ME: Tensor, gain_E: Tensor, eps: float, gate_up_2FxE: Tensor, bias_2F: Tensor | None = None, *,
+    normed_ME: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """silu(gate) * up, [M, F], where [gate ; up] is `norm_linear` of the fused weight, which has the gate's rows
+    first."""
+    if _few(x_ME, gate_up_2FxE):
+        return _norm_product(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME, gated=True)
+    normed_ME = _norm(x_ME, gain_E, eps) if normed_ME is None else normed_ME
+    gate_up = strided_linear(normed_ME, gate_up_2FxE, bias_2F)
+    if x_ME.is_cuda:
+        return silu_mul_fused(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
-class _Products(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gradients, residual, x, *weights):
-        # not save_for_backward: under activation checkpointing it returns copies of the weights without `.grad`
-        ctx.weights, ctx.gradients = weights, gradients
-        ctx.save_for_backward(x)
-        if residual is not None:
-            return (torch.addmm(residual, x, weights[0].T),)
-        return tuple(x @ w[:, : x.shape[1]].T for w in weights)
+def _norm_product(
+    x_ME: Tensor, gain_E: Tensor, eps: float, weight_RE: Tensor, bias_R: Tensor | None, normed_ME: Tensor | None,
+    gated: bool = False,
+) -> Tensor:  # fmt: skip
+    from fledge.ops.products_triton import product
 
-    @staticmethod
-    def backward(ctx, *dys):
-        (x,) = ctx.saved_tensors
-        dx, dweights = _backward(dys, x, ctx.weights, 0, ctx.needs_input_grad[2], ctx.gradients)
-        return None, dys[0] if ctx.needs_input_grad[1] else None, dx, *dweights
+    if normed_ME is not None:
+        return product(normed_ME, weight_RE, bias_R, gated=gated)
+    return product(x_ME, weight_RE, bias_R, gain_I=gain_E, eps=eps, gated=gated)
 
 
-class _WithRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, shared, _anchor, rows, y, *weights):
-        ctx.shared, ctx.weights = shared, weights
-        ctx.save_for_backward(rows, y)
-        parts = (shared.products[shared.index(w)].index_select(0, rows) for w in weights)
-        return tuple(p.addmm_(y, w[:, shared.width :].T) for p, w in zip(parts, weights, strict=True))
-
-    @staticmethod
-    def backward(ctx, *dys):
-        from fledge.ops.elementwise import add_rows_
-
-        rows, y = ctx.saved_tensors
-        shared, weights = ctx.shared, ctx.weights
-        for dy, weight in zip(dys, weights, strict=True):
-            add_rows_(shared.totals[shared.index(weight)], rows, dy)
-        dy, dweights = _backward(dys, y, weights, shared.width, ctx.needs_input_grad[3], shared.gradients)
-        return None, None, None, dy, *dweights
+def _norm(x_ME: Tensor, gain_E: Tensor, eps: float) -> Tensor:
+    """RMSNorm of rows. On a GPU it is one kernel, where plain torch launches several. A CPU has plain torch only, which
+    is called directly: for a few rows, each further call costs time."""
+    return add_rms_norm(x_ME, None, gain_E, eps)[0] if x_ME.is_cuda else rms_norm(x_ME, gain_E, eps)
 
 
-def _backward(
-    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], start: int, needs_dx: bool,
-    gradients: GradientSums | None,
-) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The gradient of x (None unless `needs_dx`) and of each weight (None if `gradients` accumulates it).
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, from [..., I] to [..., O], contiguous. Equals `F.linear` up to rounding; faster for 1 to 8 float32 rows
+    on some CPUs, and for packed weights (`ops/packed_weight.py`)."""
+    rows = x.numel() // x.shape[-1]
+    if (copy := packed_copy(weight_OI, rows)) is not None:
+        return packed_linear(x, copy, bias_O)
+    if not _few_on_cpu(x, rows):
+        return F.linear(x, weight_OI, bias_O)
+    return _product_on_cpu(x.reshape(rows, -1), weight_OI, bias_O).contiguous().view(*x.shape[:-1], -1)
 
-    x was multiplied by the weights' columns [start, start + x.shape[1]).
-    """
-    dx, dweights = None, []
-    for dy, weight in zip(dys, weights, strict=True):
-        columns = slice(start, start + x.shape[1])
-        dweights.append(None)
-        if gradients is not None:
-            gradients.add_product(weight, dy, x, start)
-        elif weight.requires_grad:
-            dweights[-1] = torch.zeros_like(weight)
-            torch.mm(dy.T, x, out=dweights[-1][:, columns])
-        if needs_dx:
-            dx = dy @ weight[:, columns] if dx is None else dx.addmm_(dy, weight[:, columns])
-    return dx, dweights
+
+def strided_linear(
+    x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None
+) -> Tensor:
+    """`linear` of rows, plus a residual if one is given. The result may be strided: an operation that reads it once
+    needs no contiguous copy."""
+    rows = x_MI.shape[0]
+    if (copy := packed_copy(weight_OI, rows)) is not None:
+        out_MO = packed_linear(x_MI, copy, bias_O)
+    elif _few_on_cpu(x_MI, rows):
+        out_MO = _product_on_cpu(x_MI, weight_OI, bias_O)
+    elif residual_MO is not None and bias_O is None:
+        return torch.addmm(residual_MO, x_MI, weight_OI.T)
+    else:
+        out_MO = F.linear(x_MI, weight_OI, bias_O)
+    return out_MO if residual_MO is None else residual_MO + out_MO
+
+
+def _few_on_cpu(x: Tensor, rows: int) -> bool:
+    return 0 < rows <= FEW_ROWS_ON_CPU and x.dtype == torch.float32 and x.is_cpu
+
+
+def _product_on_cpu(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    if x_MI.shape[0] == 1:
+        out_MO = torch.mm(weight_OI, torch.cat((x_MI, x_MI)).T).T[:1]
+    else:  # contiguous: with strided rows, the product takes several times as long
+        out_MO = torch.mm(weight_OI, x_MI.contiguous().T).T
+    return out_MO if bias_O is None else out_MO + bias_O

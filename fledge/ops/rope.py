@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fledge.config import RopeConfig
-from fledge.ops.implementations import best_impl
+from fledge.ops.device import use_triton
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -93,15 +93,15 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
 
 
 def cos_sin(
-    position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype, *, impl: str | None = None
+    position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype, triton: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position times frequency, times `scale`: each [S, 2F] with equal halves.
 
-    Computed in float32 and returned in `dtype`. `impl` is "definition", "triton" (one kernel; a GPU or Triton's
-    interpreter) or None for `best_impl`.
+    Computed in float32 and returned in `dtype`. `triton` asks for the kernel (a GPU or Triton's interpreter) or for
+    plain torch; None: the kernel on a GPU, but for float64.
     """
-    if (best_impl(position_S.device, dtype) if impl is None else impl) == "triton":
-        from fledge.ops.elementwise import cos_sin_triton
+    if (use_triton(position_S) and dtype != torch.float64) if triton is None else triton:
+        from fledge.ops.layer_triton import cos_sin_triton
 
         return cos_sin_triton(position_S, frequency_F, scale, dtype)
     angle = position_S[:, None].float() * frequency_F

@@ -1,26 +1,26 @@
-"""Counter-based random numbers, keyed by (seed, request, position, purpose), as tensor functions.
+"""Counter-based random numbers, keyed by (seed, request, position, purpose), draws with them, and top-k and top-p.
 
 The random numbers for a position do not depend on what was drafted before, nor on the order of calls. Speculative
 sampling can therefore be compared with token-by-token sampling at the same seed. A key is hashed to a 64-bit state,
 which seeds a stream of SplitMix64 (Steele, Lea & Flood 2014). All functions run on the device of their tensors and wait
 for no GPU.
 
-The functions have faster implementations: "triton" on a GPU, "compiled" on a CPU with a C compiler, and "numpy" on
-another CPU, which `coupled` lacks. Their results are those of the "definition".
+Each function has a definition, and kernels in Triton for a GPU. On a CPU, `ops.sampling_cpu` has faster functions, with
+the same results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.ops.compiled.build import library
-from fledge.ops.implementations import current_device
+from fledge.ops.compiled import library
+from fledge.ops.device import chosen, current_device, use_triton
+from fledge.ops.sampling_cpu import coupled_compiled, gumbel_argmax_cpu, hash_keys_cpu
 
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # purposes
-IMPLS = ("definition", "numpy", "compiled", "triton")
+MOST_TOKENS = 2**22  # of a row of `filter_top`'s kernels, whose sums of that many weights fit into 64 bits
 
 
 def _signed(x: int) -> int:
@@ -43,30 +43,12 @@ def _mix(x: Tensor) -> Tensor:
     return fold(x, 31)
 
 
-def _implementation(impl: str | None, device: torch.device) -> str:
-    """`impl`, or the fastest where it is None. Raises ValueError for a name that is not in IMPLS."""
-    if impl is None:
-        if device.type == "cpu":
-            return "numpy" if library() is None else "compiled"
-        return "triton" if device.type == "cuda" else "definition"
-    if impl not in IMPLS:
-        raise ValueError(f"the implementation {impl!r} must be one of {', '.join(IMPLS)}")
-    return impl
-
-
-def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int, *, impl: str | None = None) -> Tensor:
+def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
     """The states of keys, int64 in the shape that `seed`, `request` and `position` (int64, of at most two dimensions)
-    broadcast to. `impl` is one of IMPLS; None: the fastest. Raises ValueError for another."""
-    impl = _implementation(impl, position.device)
-    if impl == "numpy":
-        from fledge.ops.sampling_cpu import hash_keys_cpu
-
-        return hash_keys_cpu((seed, request, position), purpose)
-    if impl == "compiled":
-        from fledge.ops.compiled.draws import hash_keys_compiled
-
-        return hash_keys_compiled(seed, request, position, purpose)
-    if impl == "triton":
+    broadcast to."""
+    if position.is_cpu and chosen() is None:
+        return hash_keys_cpu(seed, request, position, purpose)
+    if use_triton(position):
         from fledge.ops.sampling_triton import hash_keys_triton
 
         with current_device(position.device):
@@ -95,26 +77,33 @@ def gumbel(state: Tensor, n: int) -> Tensor:
     return uniforms(state, n).log_().neg_().log_().neg_()
 
 
-def gumbel_argmax(scores: Tensor, state: Tensor, *, impl: str | None = None) -> Tensor:
+def gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
     """A sample from softmax(scores) by the Gumbel-max trick for scores [.., V] and states that broadcast to [..]: int64
     [..].
 
-    Entries of -inf are never sampled. Rows must not contain NaN. `impl` is as in `hash_keys`.
+    Entries of -inf are never sampled. Rows must not contain NaN.
     """
-    impl = _implementation(impl, scores.device)
-    if impl in ("numpy", "compiled"):
-        return _on_cpu(scores, state, impl)
-    if impl == "triton":
+    if scores.is_cpu and chosen() is None:
+        shape, rows_MV = scores.shape[:-1], scores.reshape(-1, scores.shape[-1])
+        rows_MV = rows_MV if rows_MV.dtype in (torch.float32, torch.float64) else rows_MV.float()
+        states = state.expand(shape).reshape(-1)
+        drawn = gumbel_argmax_cpu(rows_MV, states)
+        for i in (i for i, token in enumerate(drawn) if token is None):
+            drawn[i] = int(_gumbel_argmax(rows_MV[i], states[i]))
+        return torch.tensor(drawn, dtype=torch.int64).view(shape)
+    if use_triton(state):
         from fledge.ops.sampling_triton import gumbel_argmax_triton
 
         with current_device(scores.device):
             return gumbel_argmax_triton(scores, state)
+    return _gumbel_argmax(scores, state)
+
+
+def _gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
     return (scores.double() + gumbel(state, scores.shape[-1])).argmax(-1)
 
 
-def coupled(
-    logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None = None, *, impl: str | None = None
-) -> Tensor:
+def coupled(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None = None) -> Tensor:
     """A draft's logits over temperature, plus the Gumbel noise with which the target draws at the same positions:
     float32 [B, S, W]. Logits of temperature 0 stay as they are.
 
@@ -124,14 +113,10 @@ def coupled(
 
     `state_BS` are the states of the target's draws after each of the S rows of a request, or [B, 1] for all of them,
     `temperature_B` float64, and `ids_W` (int64) the target's ids of the draft's tokens; None if they are the same.
-    `impl` is as in `hash_keys`; "numpy" is the definition.
     """
-    impl = _implementation(impl, logits_BSW.device)
-    if impl == "compiled":
-        from fledge.ops.compiled.draws import coupled_compiled
-
+    if logits_BSW.is_cpu and chosen() is None and library() is not None:
         return coupled_compiled(logits_BSW, state_BS, temperature_B, ids_W)
-    if impl == "triton":
+    if use_triton(state_BS):
         from fledge.ops.sampling_triton import coupled_triton
 
         with current_device(logits_BSW.device):
@@ -143,25 +128,47 @@ def coupled(
     return torch.where(temperature_B11 > 0, noisy_BSW, logits_BSW.double()).float()
 
 
-def filtered_argmax(
-    scores_MV: Tensor, top_k: Sequence[int], top_p: Sequence[float], state_M: Tensor
-) -> list[int | None]:
-    """`gumbel_argmax` of rows of scores on a CPU among the tokens that top-k (0 keeps all), then top-p (1 keeps all)
-    leave, where these are few; None for other rows, and where rounding could decide which tokens stay."""
-    from fledge.ops.sampling_cpu import filtered_argmax_cpu
+def filter_top(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """Top-k, then top-p, as TopKLogitsWarper and TopPLogitsWarper of transformers.
 
-    return filtered_argmax_cpu(scores_MV, top_k, top_p, state_M)
+    Keeps of each row the k highest scores and those equal to the k-th, and of these all but the least likely ones whose
+    probabilities add up to at most 1 - p; the likeliest token always. Which of equal scores top-p keeps is open in
+    transformers; here those with lower ids go first, so that the choice does not depend on the batch. `top_k_B` (int64;
+    0 keeps all) and `top_p_B` (float64; 1 keeps all) are those of the rows of each request. Scores are float32 or
+    float64, and must not be NaN.
+
+    The definition sorts. The kernels, for float32 rows of up to MOST_TOKENS on a GPU, search for the lowest score that
+    is kept. Sums of probabilities are rounded in different ways, so that the two may differ in tokens at whose
+    probabilities the sum is 1 - p up to rounding. The kernels add integers: equal rows have equal results, in any
+    batch. Nothing waits for the device.
+    """
+    if use_triton(scores_BNV) and scores_BNV.dtype == torch.float32 and scores_BNV.shape[-1] <= MOST_TOKENS:
+        from fledge.ops.top_filter_triton import filter_top_triton
+
+        with current_device(scores_BNV.device):
+            return filter_top_triton(scores_BNV, top_k_B, top_p_B)
+    # what each filter leaves out becomes -inf, which the sorted values have first; sums run from the least likely token
+    # up, as in transformers
+    V = scores_BNV.shape[-1]
+    ascending = _sorted(scores_BNV)
+    # the k-th highest score; without a limit the lowest, below which nothing is
+    top_k_B = top_k_B.where(top_k_B > 0, V).clamp_max(V)
+    lowest = ascending.gather(-1, (V - top_k_B)[:, None, None].expand(-1, ascending.shape[1], 1))
+    scores_BNV = scores_BNV.masked_fill(scores_BNV < lowest, -torch.inf)
+    ascending = ascending.masked_fill(ascending < lowest, -torch.inf)
+    # no sum is below -1, the threshold of requests without top-p
+    threshold = (1 - top_p_B).where(top_p_B < 1, -1.0).to(scores_BNV.dtype)[:, None, None]
+    removed = ascending.softmax(-1).cumsum(-1) <= threshold
+    count = removed[..., :-1].sum(-1, keepdim=True)  # the likeliest token stays
+    lowest = ascending.gather(-1, count)
+    below, equal = scores_BNV < lowest, scores_BNV == lowest
+    gone = below | (equal & (equal.cumsum(-1) <= count - below.sum(-1, keepdim=True)))
+    return scores_BNV.masked_fill(gone, -torch.inf)
 
 
-def _on_cpu(scores: Tensor, state: Tensor, impl: str) -> Tensor:
-    from fledge.ops.compiled.draws import gumbel_argmax_compiled
-    from fledge.ops.sampling_cpu import gumbel_argmax_cpu
-
-    shape, scores = scores.shape[:-1], scores.reshape(-1, scores.shape[-1])
-    scores = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
-    states = state.expand(shape).reshape(-1)
-    fast = gumbel_argmax_compiled if impl == "compiled" and scores.dtype == torch.float32 else gumbel_argmax_cpu
-    drawn = fast(scores, states)
-    for i in (i for i, token in enumerate(drawn) if token is None):
-        drawn[i] = int(gumbel_argmax(scores[i], states[i], impl="definition"))
-    return torch.tensor(drawn, dtype=torch.int64).view(shape)
+def _sorted(x: Tensor) -> Tensor:
+    """The numbers of each row of x [.., V], float32 or float64, in ascending order. NumPy sorts several times as fast
+    as torch on a CPU."""
+    if x.device.type != "cpu":
+        return x.sort(dim=-1).values
+    return torch.from_numpy(np.sort(x.numpy(), axis=-1))

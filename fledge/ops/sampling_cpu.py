@@ -1,6 +1,8 @@
-"""`hash_keys` and `gumbel_argmax` on a CPU, with NumPy: noise is computed only for the tokens that can win.
+"""The functions of `ops.sampling` on a CPU, with NumPy and by the C code of `layers.c`.
 
-Where top-k or top-p leaves few tokens, `filtered_argmax_cpu` finds and draws among them without sorting all.
+With NumPy, noise is computed only for the tokens that can win.
+
+Where top-k or top-p leaves few tokens, `filtered_argmax` finds and draws among them without sorting all.
 
 A token v with score s_v and uniform u_v has the value s_v - log(E_v), with E_v = -log(u_v). If L is the value of the
 token with the highest score, v wins only if E_v <= exp(s_v - L). Since 1 - u_v <= E_v, so must 1 - u_v be: a comparison
@@ -21,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fledge.ops.compiled import THREADS, library, pointer
+
 BLOCK = 2**15  # numbers that are processed together, in temporary arrays that the cache holds
 MOST = 4096.0  # scores beyond this are left to the definition, as `SLACK` covers the rounding of smaller ones only
 SLACK = 1.001  # more than the relative error of exp(s - L) in float32
@@ -30,15 +34,21 @@ CANDIDATES = (256, 2048)  # the likeliest tokens that top-p is applied to, or mo
 MOST_CANDIDATES = 16384  # rows with more of them, by top-k or equal scores, are left to the definition
 MARGIN = 2e-5  # more than the relative error of a sum of probabilities in float32
 ALL = 2**64 - 1
+SEVERAL = 1 << 15  # scores of all rows from which on several threads draw
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FIRST, _SECOND, _30, _27 = np.uint64(FIRST), np.uint64(SECOND), np.uint64(30), np.uint64(27)
 _UPPER = 1 if sys.byteorder == "little" else 0  # of the two halves of a 64-bit number
 
 
-def hash_keys_cpu(parts: Sequence[Tensor], purpose: int) -> Tensor:
-    """`hash_keys` of seed, request and position."""
-    seed, request, position = torch.broadcast_tensors(*parts)
+def hash_keys_cpu(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
+    """`hash_keys`, by the compiled code where there is a C compiler."""
+    seed, request, position = torch.broadcast_tensors(seed, request, position)
+    if library() is not None:
+        parts = [x.contiguous() for x in (seed, request, position)]
+        state = torch.empty_like(parts[2])
+        library().fledge_states(state.numel(), *map(pointer, parts), purpose, pointer(state))
+        return state
     states = []
     for *of_request, place in zip(*(x.flatten().tolist() for x in (seed, request, position)), strict=True):
         state = _mix_one(_mix_one(_request_state(*of_request) + GOLDEN + place) + GOLDEN + purpose)
@@ -53,8 +63,10 @@ def _request_state(seed: int, request: int) -> int:
 
 
 def gumbel_argmax_cpu(scores_MV: Tensor, state_M: Tensor) -> list[int | None]:
-    """The argmax of scores (float32 or float64) plus Gumbel noise in each row; None where the definition has to
-    decide."""
+    """The argmax of scores (float32 or float64) plus Gumbel noise in each row, by the compiled code for float32 where
+    there is a C compiler; None where the definition has to decide."""
+    if scores_MV.dtype == torch.float32 and library() is not None:
+        return _gumbel_argmax_compiled(scores_MV, state_M)
     scores, states, drawn = scores_MV.numpy(), state_M.tolist(), []
     rows = max(1, BLOCK // scores.shape[1])
     for i in range(0, len(states), rows):
@@ -104,11 +116,11 @@ def _can_win(score_MV: NDArray, states: Sequence[int], levels: Sequence[float]) 
     return found
 
 
-def filtered_argmax_cpu(
+def filtered_argmax(
     scores_MV: Tensor, top_k: Sequence[int], top_p: Sequence[float], state_M: Tensor
 ) -> list[int | None]:
-    """The argmax of scores (float32 or float64) plus Gumbel noise among the tokens that top-k (0 keeps all) and then
-    top-p (1 keeps all) leave in each row; None where the definition has to decide, and for rows without either."""
+    """`gumbel_argmax` of rows of scores (float32 or float64) among the tokens that top-k (0 keeps all), then top-p (1
+    keeps all) leave, where these are few; None for other rows, and where rounding could decide which tokens stay."""
     rows = zip(scores_MV.numpy(), top_k, top_p, state_M.tolist(), strict=True)
     return [_filtered_winner(*row) for row in rows]
 
@@ -201,3 +213,26 @@ def _mix_one(x: int) -> int:
 @functools.lru_cache(maxsize=4)
 def _counters(n: int) -> NDArray:
     return np.arange(1, n + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+
+
+def _gumbel_argmax_compiled(scores_MV: Tensor, state_M: Tensor) -> list[int | None]:
+    (M, V), scores_MV, state_M = scores_MV.shape, scores_MV.contiguous(), state_M.contiguous()
+    token_M = torch.empty(M, dtype=torch.int64)
+    given = M, V, pointer(scores_MV), pointer(state_M), pointer(token_M)
+    if M * V < SEVERAL:
+        library().fledge_draws(*given, 1)
+    else:
+        with THREADS.computing() as threads:
+            library().fledge_draws(*given, threads)
+    return [None if token < 0 else token for token in token_M.tolist()]
+
+
+def coupled_compiled(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None) -> Tensor:
+    """`coupled`, by the compiled code."""
+    logits_BSW = logits_BSW.float().contiguous()
+    (B, S, W), noisy_BSW = logits_BSW.shape, torch.empty_like(logits_BSW)
+    state_BS, temperature_BS = state_BS.expand(B, S).contiguous(), temperature_B[:, None].expand(B, S).contiguous()
+    ids_W = None if ids_W is None else ids_W.contiguous()
+    given = logits_BSW, ids_W, temperature_BS, state_BS, noisy_BSW
+    library().fledge_coupled(B * S, W, *map(pointer, given))
+    return noisy_BSW

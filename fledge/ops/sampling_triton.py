@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fledge.ops.device import with_unit_stride
+
 BLOCK = 2048  # scores of a chunk
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
@@ -100,9 +102,7 @@ def hash_keys_triton(seed: Tensor, request: Tensor, position: Tensor, purpose: i
 
 def gumbel_argmax_triton(scores: Tensor, state: Tensor) -> Tensor:
     """`gumbel_argmax` of rows without NaN. Of a row with only NaN, the result is a valid index that means nothing."""
-    rows = scores.reshape(-1, scores.shape[-1])
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = with_unit_stride(scores.reshape(-1, scores.shape[-1]))
     (M, V), device = rows.shape, rows.device
     chunks = triton.cdiv(V, BLOCK)
     out = torch.empty(scores.shape[:-1], dtype=torch.int64, device=device)
@@ -118,9 +118,7 @@ def gumbel_argmax_triton(scores: Tensor, state: Tensor) -> Tensor:
 def coupled_triton(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None) -> Tensor:
     """See `coupled`."""
     B, S, W = logits_BSW.shape
-    rows = logits_BSW.reshape(B * S, W)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = with_unit_stride(logits_BSW.reshape(B * S, W))
     out = torch.empty(B, S, W, dtype=torch.float32, device=rows.device)
     if B * S:
         states = state_BS.expand(B, S).contiguous()

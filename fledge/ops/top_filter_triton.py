@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fledge.ops.implementations import dependent_launch
-from fledge.ops.likeliest_triton import _in_order, ordered
+from fledge.ops.device import dependent_launch, with_unit_stride
+from fledge.ops.topk_triton import _in_order, ordered
 
 CHUNK = 2048  # scores of a program
 LEVELS = tl.constexpr(256)
@@ -293,8 +293,7 @@ def _apply(x_ptr, place_ptr, out_ptr, sx, V, CHUNK: tl.constexpr, DEPENDENT: tl.
 def filter_top_triton(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """`filter_top` of float32 scores in six kernels."""
     (_, N, V), device = scores_BNV.shape, scores_BNV.device
-    x = scores_BNV.reshape(-1, V)
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = with_unit_stride(scores_BNV.reshape(-1, V))
     M, out = x.shape[0], torch.empty(scores_BNV.shape, dtype=torch.float32, device=device)
     if not out.numel():
         return out

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from fledge.ops.attention import grouped_attention, mask_repeats, prepare_mask
+from fledge.ops.attention_prompt import grouped_attention, mask_repeats, prepare_mask
 
 NAME = "fledge"  # the name under which transformers knows this implementation
 # above this number of queries, a mask repeated for each head of a key-value group is no longer small beside the keys

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
-from fledge.ops.transfer import to_device
+from fledge.ops.device import to_device
 
 MIN_CAPACITY = 256  # slots per sequence of a new buffer
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fledge.config import RopeConfig, llama_names
+from fledge.ops.attention_prompt import without_cudnn_sdpa
+from fledge.ops.device import to_device
 from fledge.ops.packed_weight import packed_model
-from fledge.ops.sdpa import without_cudnn_sdpa
-from fledge.ops.transfer import to_device
 from fledge.targets import checks
 from fledge.targets.attention import heads_per_key, install_attention, to_attention_mask
 from fledge.targets.cache import RecurrentCache, TargetCache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fledge.ops.gradients import zeros_fp32
+from fledge.ops.training import zeros_fp32
 from fledge.train.ranks import ALONE, Ranks
 
 OPTIMIZERS = ("adamw", "muon")

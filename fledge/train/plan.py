@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fledge.ops.products import padded_rows
-from fledge.ops.transfer import to_device
-from fledge.ops.ttt_attention import BLOCK, Queries, document_blocks
+from fledge.ops.attention_ttt import BLOCK, Queries, document_blocks
+from fledge.ops.device import to_device
+from fledge.ops.training import padded_rows
 from fledge.types import Packed
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
-from fledge.ops.transfer import to_device
+from fledge.ops.device import to_device
 from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, ReceivedFeatures, deliveries_of_step, feed

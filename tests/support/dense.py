@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fledge.drafts.draft import Draft
+from fledge.ops.attention_ttt import ttt_attention_reference
 from fledge.ops.loss import soft_target_loss_reference
-from fledge.ops.ttt_attention import ttt_attention_reference
 from fledge.types import Features, Packed
 from support.rows import queries_of
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from fledge.drafts.draft import Draft
+from fledge.ops.device import computed_by
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.transformers import TransformersTarget
 
@@ -18,12 +22,21 @@ def on_device(target: TransformersTarget, draft: Draft) -> None:
     connect_draft(draft, target)
 
 
+def by_both(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """The results of an operation's kernel and of its definition."""
+    found = []
+    for implementation in ("triton", "definition"):
+        with computed_by(implementation):
+            found.append(function(*arguments, **options))
+    return found[0], found[1]
+
+
 def needs_triton() -> None:
     """Skips the test if Triton is not installed, or if its interpreter is needed and does not work (Triton 3.6 with
     numpy 2.4, where it converts a one-element array to a number)."""
     pytest.importorskip("triton", reason="Triton is not installed; it exists only for Linux")
-    from fledge.ops.elementwise import silu_mul
     from fledge.ops.loss import LossOptions, Teacher, loss_and_gradients
+    from fledge.ops.training_triton import silu_mul
 
     if torch.cuda.is_available():
         return

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fledge.drafts.draft import Draft
-from fledge.ops.gradients import Fp32Accumulator
 from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients, soft_target_loss_reference
+from fledge.ops.training import Fp32Accumulator
 
 
 def gradients(draft: Draft, loss: Tensor) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.ops.ttt_attention import Queries
+from fledge.ops.attention_ttt import Queries
 from fledge.types import Packed
 
 

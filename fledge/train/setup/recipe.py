@@ -17,8 +17,8 @@ from fledge.io.fields import parse_dtype
 from fledge.io.http import refuse_credentials
 from fledge.io.machine import resolve_device
 from fledge.methods import CHOICES, METHODS, Choice, Method
+from fledge.ops.attention_ttt import IMPLS
 from fledge.ops.loss import KINDS
-from fledge.ops.ttt_attention import IMPLS
 from fledge.options import flag_of, names_of, parse_template_kwargs
 from fledge.states.cache import FeatureCache
 from fledge.train.optim import OPTIMIZERS

@@ -1,0 +1,93 @@
+"""Which implementation computes on a device, how its kernels are launched, and what every operation shares."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_chosen: str | None = None  # the implementation of `computed_by`
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton kernels compute numbers of a dtype on a device: on a GPU, all but float64."""
+    return device.type == "cuda" and dtype != torch.float64
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether a Triton kernel computes an operation of x: where `has_kernels`, unless `computed_by` has chosen."""
+    # asked several times in each layer, so in as few steps as possible
+    return x.is_cuda and x.dtype is not torch.float64 if _chosen is None else _chosen == "triton"
+
+
+def chosen() -> str | None:
+    """The implementation that `computed_by` has chosen; None if the device and the shapes choose it."""
+    return _chosen
+
+
+@contextmanager
+def computed_by(implementation: str) -> Iterator[None]:
+    """Within the context, the operations of decoding have one implementation, whatever the device: "definition" (plain
+    torch) or "triton" (a GPU, or Triton's interpreter). For tests and benchmarks."""
+    global _chosen
+    before, _chosen = _chosen, implementation
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one, where Triton launches its kernels whatever the device of their tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@functools.cache
+def can_wait(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one in front of it ends, and wait for that itself (programmatic
+    dependent launch): on GPUs from compute capability 9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent_launch(device: torch.device) -> dict[str, Any]:
+    """The options of a Triton kernel that waits itself for the kernel before it where `can_wait`, so that its launch
+    overlaps with that kernel."""
+    return dict(DEPENDENT=True, launch_pdl=True) if can_wait(device) else dict(DEPENDENT=False)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a block of a kernel may have; 0 in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
+def block_width(d: int) -> int:
+    """The width of a kernel's block for heads of d: a power of two, and at least 16, the minimum of tl.dot."""
+    return max(1 << (d - 1).bit_length(), 16)
+
+
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x, copied if the numbers of its last axis are not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x converted to float32 if it has a 16-bit dtype; unchanged if it is float32 or float64."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies CPU tensors of one dtype to the device, in one non-blocking copy from pinned memory.
+
+    On the CPU, returns the tensors themselves. Tensors that are not on the CPU, as those made under
+    `torch.set_default_device` without a device of their own, are copied one by one.
+    """
+    if device.type == "cpu" or any(x.device.type != "cpu" for x in tensors):
+        return [x.to(device) for x in tensors]
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    parts = flat.pin_memory().to(device, non_blocking=True).split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]

@@ -1,0 +1,327 @@
+"""Soft-target losses between draft and target, without materializing the logits of all slots.
+
+Notation, for one slot of one TTT step: h is the head's input (the draft's normed output), W the weight of the draft's
+head, p the target's distribution over its vocabulary V, and p' that distribution restricted to the draft's vocabulary
+and renormalised.
+
+    z = W h,   q = softmax(z),   α = Σ_w min(p_w, q_w)
+
+    ce        -Σ_w p'_w log q_w                     dz = q - p'
+    kl        Σ_w p'_w log(p'_w / q_w)              dz = q - p'
+    accept    -log α                                dz = -q ([q < p] - c) / α,   c = Σ_w q_w [q_w < p_w]
+    mixed     λ kl + (1 - λ)(1 - α)                 dz = λ (q - p') - (1 - λ) q ([q < p] - c)
+
+where λ = exp(-3 α) is treated as a constant, [..] is 1 if its condition holds and else 0, and α is clamped to at least
+1e-6. Sums over w run over the draft's vocabulary. As in Liger's fused cross entropy for hard labels, gradients are
+computed in the forward pass, tile by tile: a tile of teacher logits is computed once and used by all K steps, dW is
+accumulated in float32, and only dW and dh outlive a few tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fledge.ops.device import at_least_float32, to_device
+from fledge.ops.training import Fp32Accumulator, padded_rows
+
+KINDS = ("ce", "kl", "accept", "mixed")
+# The default number of logits in a chunk: the teacher's and those of its slots ("eager" holds copies of them). On a
+# CPU, a chunk has at most CPU_CACHED_LOGITS teacher logits, so that they fit its caches, if that is at least 64 rows.
+CHUNK_LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
+CPU_CACHED_LOGITS = 1 << 19
+SLOTS_PER_GROUP = 2048  # minimum number of slots per GEMM of the head's gradient
+MIN_ALPHA = 1e-6  # lower bound of α in -log α
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The soft targets of the loss.
+
+    `logits(slice)` computes the target's logits [n, V] for a slice of P teacher rows. `rows` are the teacher rows of
+    each step's slots: K ascending int64 CPU tensors [S_k]. `ids_W` is the target id of each draft id, and `vocab_size`
+    is V.
+    """
+
+    logits: Callable[[slice], Tensor]
+    rows: Sequence[Tensor]
+    ids_W: Tensor
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of the loss.
+
+    `kind` is one of KINDS. A slot is scored (contributes to the loss) if the teacher's argmax is in the draft's
+    vocabulary, or always with `keep_out_of_vocab`; a slot that is not scored counts as a miss. `chunk` is the number of
+    teacher rows computed at a time; None chooses it by CHUNK_LOGITS and CPU_CACHED_LOGITS. `impl` is "eager" or
+    "triton", which needs a GPU or Triton's interpreter.
+    """
+
+    kind: str = "ce"
+    keep_out_of_vocab: bool = False
+    chunk: int | None = None
+    impl: str = "eager"
+
+    def teacher_rows_per_chunk(self, V: int, W: int, steps: int, device: torch.device) -> int:
+        """The number of teacher rows in a chunk, for K = `steps`."""
+        if self.chunk is not None:
+            return self.chunk
+        cached = CPU_CACHED_LOGITS // V if device.type == "cpu" else 0
+        return cached if cached >= 64 else max(64, CHUNK_LOGITS[self.impl] // (V + steps * W) // 64 * 64)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Metrics of the loss, per step k.
+
+    `loss_K` is the sum of the unweighted losses of the scored slots, and `accept_K` the sum of α, both [K] and at least
+    float32. `scored_K` is the number of scored slots, int64 [K]. `hits` are bool [S_k]: whether the draft's argmax is
+    the teacher's.
+    """
+
+    loss_K: Tensor
+    accept_K: Tensor
+    scored_K: Tensor
+    hits: list[Tensor]
+
+
+class LossResult(NamedTuple):
+    """`loss` is Σ_k weights[k] Σ_scored loss, a scalar. `dhead_inputs` are its gradients for the head's inputs."""
+
+    loss: Tensor
+    scores: Scores
+    dhead_inputs: list[Tensor]
+
+
+@torch.no_grad()
+def loss_and_gradients(
+    head_inputs: Sequence[Tensor], head_WE: Tensor, teacher: Teacher, weights: Sequence[float],
+    options: LossOptions = LossOptions(), *, head_sum: Fp32Accumulator | None = None, gradients: bool = True,
+) -> LossResult:  # fmt: skip
+    """The loss of K steps and its gradients.
+
+    `head_inputs` are those of each step, [S_k or more, E]; rows beyond S_k are padding and get zero gradients.
+    `weights` are the K weights of the steps. The gradient of the head's weight is added to `head_sum`, if given.
+    Without `gradients`, `dhead_inputs` is empty. Memory: the logits of a chunk of teacher rows and of the slots that
+    use them, or of SLOTS_PER_GROUP slots if that is more.
+    """
+    device, counts = head_WE.device, [r.numel() for r in teacher.rows]
+    chunk = options.teacher_rows_per_chunk(teacher.vocab_size, teacher.ids_W.numel(), len(counts), device)
+    wide = torch.promote_types(head_WE.dtype, torch.float32)
+    # separate tensors, not slices of one: Triton recompiles a kernel if a pointer's alignment changes
+    kinds = (wide, wide, torch.bool, torch.bool)
+    sums = SlotSums(*(torch.zeros(sum(counts), dtype=kind, device=device) for kind in kinds))
+    dhead_inputs = [torch.empty_like(h) for h in head_inputs] if gradients else []
+    for dh, n in zip(dhead_inputs, counts, strict=False):
+        dh[n:].zero_()
+    weight_S = torch.empty_like(sums.loss_S)
+    for part, weight in zip(weight_S.split(counts), weights, strict=True):
+        part.fill_(weight)
+    draft_id_V = teacher.ids_W.new_full((teacher.vocab_size,), -1)  # -1: not in the draft's vocabulary
+    draft_id_V[teacher.ids_W] = torch.arange(teacher.ids_W.numel(), device=teacher.ids_W.device)
+    given = weight_S, teacher.ids_W, draft_id_V, options.kind, options.keep_out_of_vocab, sums
+    compute = tile_loss
+    if options.impl == "triton":
+        from fledge.ops.loss_triton import tile_loss_triton
+
+        compute = functools.partial(tile_loss_triton, least=MIN_ALPHA)
+
+    def loss_of_tile(tile: Tile, z_MW: Tensor) -> None:
+        logits_NV = teacher.logits(slice(tile.start, tile.start + chunk)).to(z_MW.device)
+        compute(z_MW, logits_NV, tile, *given)
+
+    for group in group_tiles(make_tiles(list(teacher.rows), chunk, device)):
+        rows = sum(tile.place_M.numel() for tile in group)
+        padding = padded_rows(rows) - rows if options.impl == "triton" else 0
+        _group_loss(group, head_inputs, head_WE, loss_of_tile, dhead_inputs, head_sum, padding)
+    loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
+    scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
+    loss = sum(part * weight for part, weight in zip(loss_K.unbind(), weights, strict=True))
+    return LossResult(loss, Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts))), dhead_inputs)
+
+
+def _group_loss(
+    group: list[Tile], head_inputs: Sequence[Tensor], head_WE: Tensor, loss_of_tile: Callable[[Tile, Tensor], None],
+    dhead_inputs: list[Tensor], head_sum: Fp32Accumulator | None, padding: int,
+) -> None:  # fmt: skip
+    """Computes the logits, losses and gradients of a group of tiles, in products with `padding` more rows.
+
+    A function of its own, so that its tensors are freed before the next group.
+    """
+    heights = [t.place_M.numel() for t in group]
+    spans = [(a, b) for (a, _), (_, b) in zip(group[0].spans, group[-1].spans, strict=True)]
+    steps = [k for k, (a, b) in enumerate(spans) if a < b]
+    # the slots of a single step are contiguous, so that they are read and written without a copy
+    in_place = None if padding or len(steps) > 1 else (steps[0], slice(*spans[steps[0]]))
+    if in_place:
+        h = head_inputs[in_place[0]][in_place[1]]
+    else:
+        h = [x[a:b] for tile in group for x, (a, b) in zip(head_inputs, tile.spans, strict=True)]
+        h = torch.cat([*h, h[0].new_zeros(padding, h[0].shape[1])])
+    z = h @ head_WE.T
+    for tile, part in zip(group, z[: sum(heights)].split(heights), strict=True):
+        loss_of_tile(tile, part)
+    if head_sum is not None:
+        head_sum.add_product(z.T, h)
+    if dhead_inputs and in_place:
+        torch.mm(z, head_WE, out=dhead_inputs[in_place[0]][in_place[1]])
+    elif dhead_inputs:
+        gradients = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
+        destinations = [x[a:b] for tile in group for x, (a, b) in zip(dhead_inputs, tile.spans, strict=True)]
+        for destination, part in zip(destinations, gradients, strict=True):
+            destination.copy_(part)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The slots, of all steps, whose soft targets are in one chunk of teacher rows.
+
+    `start` is the first teacher row of the chunk. `spans` are the [start, end) slots of each step. `place_M` is the
+    index of each slot in the concatenation of all steps' slots, and `row_M` its teacher row relative to `start`; both
+    are int64 on the device.
+    """
+
+    start: int
+    spans: tuple[tuple[int, int], ...]
+    place_M: Tensor
+    row_M: Tensor
+
+
+@dataclass
+class SlotSums:
+    """The results per slot, which tiles write: loss, α, whether scored, whether a hit. The steps are concatenated."""
+
+    loss_S: Tensor
+    accept_S: Tensor
+    scored_S: Tensor
+    hit_S: Tensor
+
+
+def make_tiles(rows: list[Tensor], chunk: int, device: torch.device) -> Iterator[Tile]:
+    """Yields a tile for each chunk of `chunk` teacher rows; `rows` are the ascending teacher rows of each step's slots.
+
+    Tiles may have no slots.
+    """
+    last = max((int(r[-1]) for r in rows if r.numel()), default=-1)
+    edges = torch.arange(0, last + 1 + chunk, chunk)
+    cuts = [torch.searchsorted(r, edges).tolist() for r in rows]  # K lists of chunks + 1
+    base = [0, *itertools.accumulate(r.numel() for r in rows)]
+    spans = list(zip(*(itertools.pairwise(c) for c in cuts), strict=True))
+    places = [torch.arange(base[k] + a, base[k] + b) for s in spans for k, (a, b) in enumerate(s)]
+    within = [rows[k][a:b] - i * chunk for i, s in enumerate(spans) for k, (a, b) in enumerate(s)]
+    if not spans:
+        return
+    place, row = to_device([torch.cat(places), torch.cat(within)], device)
+    sizes = [sum(b - a for a, b in s) for s in spans]
+    yield from map(Tile, edges.tolist(), spans, place.split(sizes), row.split(sizes))
+
+
+def group_tiles(tiles: Iterator[Tile]) -> Iterator[list[Tile]]:
+    """Groups consecutive tiles, leaving out empty ones, until a group has at least SLOTS_PER_GROUP slots.
+
+    One GEMM for each group adds to the gradient of the head.
+    """
+    group: list[Tile] = []
+    for tile in tiles:
+        if tile.place_M.numel():
+            group.append(tile)
+        if sum(t.place_M.numel() for t in group) >= SLOTS_PER_GROUP:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def tile_loss(
+    z_MW: Tensor, teacher_NV: Tensor, tile: Tile, weight_S: Tensor, ids_W: Tensor, draft_id_V: Tensor, kind: str,
+    keep_out_of_vocab: bool, sums: SlotSums,
+) -> None:  # fmt: skip
+    """The loss of M slots with draft logits `z_MW` against N rows of teacher logits.
+
+    Overwrites `z_MW` by its gradient, multiplied by the slots' weights, and writes the results to `sums` at the slots'
+    places. `weight_S` are the weights of all slots; `draft_id_V` is the draft id of each target id, or -1.
+    """
+    teacher = _TeacherTile(teacher_NV, ids_W, draft_id_V)
+    z = at_least_float32(z_MW)
+    p, mass, top = teacher.p_NW[tile.row_M], teacher.mass_N[tile.row_M, None], teacher.top_N[tile.row_M]
+    scored = (top >= 0) | keep_out_of_vocab
+    loss, dz, alpha = _row_loss(z.log_softmax(-1), p, mass, kind)
+    sums.hit_S[tile.place_M] = z.argmax(-1) == top
+    sums.scored_S[tile.place_M] = scored
+    sums.loss_S[tile.place_M] = torch.where(scored, loss, 0)
+    sums.accept_S[tile.place_M] = alpha
+    z_MW.copy_(dz * (scored * weight_S[tile.place_M])[:, None])
+
+
+def _row_loss(logq: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss [M], its gradient with respect to the logits [M, W], and α [M].
+
+    `p` [M, W] is p', the teacher's renormalised distribution. `mass` [M, 1] is the probability of the draft's
+    vocabulary under p, so that p = p' mass.
+    """
+    q = logq.exp()
+    alpha = torch.minimum(q, p * mass).sum(-1)
+    if kind == "ce":
+        return -(p * logq).sum(-1), q - p, alpha
+    kl = (torch.special.xlogy(p, p) - p * logq).sum(-1)
+    if kind == "kl":
+        return kl, q - p, alpha
+    below = q * (q < p * mass)
+    dalpha = below - q * below.sum(-1, keepdim=True)
+    if kind == "accept":
+        clamped = alpha.clamp_min(MIN_ALPHA)
+        return -clamped.log(), -dalpha * ((alpha >= MIN_ALPHA) / clamped)[:, None], alpha
+    lam = torch.exp(-3 * alpha)
+    return lam * kl + (1 - lam) * (1 - alpha), lam[:, None] * (q - p) - (1 - lam)[:, None] * dalpha, alpha
+
+
+class _TeacherTile:
+    """The teacher's distributions for N rows of logits.
+
+    `p_NW` is p', renormalised over the draft's vocabulary. `mass_N` is the probability of the draft's vocabulary.
+    `top_N` is the argmax over the target's vocabulary as a draft id, or -1 if it is not in the draft's vocabulary.
+    """
+
+    def __init__(self, logits_NV: Tensor, ids_W: Tensor, draft_id_V: Tensor):
+        top = logits_NV.argmax(-1)
+        self.top_N = draft_id_V[top]
+        logits_NV = at_least_float32(logits_NV)
+        logits_NW = logits_NV if ids_W.numel() == logits_NV.shape[-1] else logits_NV[:, ids_W]
+        lse = logits_NW.logsumexp(-1)
+        self.mass_N = (lse - logits_NV.logsumexp(-1)).exp()
+        self.p_NW = (logits_NW - lse[:, None]).exp()
+
+
+def soft_target_loss_reference(
+    hidden: list[Tensor], head_WE: Tensor, rows: list[Tensor], teacher_PV: Tensor, ids_W: Tensor,
+    weights: list[float], kind: str = "ce",
+) -> Tensor:  # fmt: skip
+    """The definition of the loss: materializes all logits and leaves the gradient to autograd.
+
+    `teacher_PV` are the teacher's logits; the other arguments are as in `loss_and_gradients`. Slots whose teacher
+    argmax is not in the draft's vocabulary are not scored.
+    """
+    total = head_WE.new_zeros(())
+    out_of_vocab = ~torch.isin(teacher_PV.argmax(-1), ids_W)
+    for h, r, weight in zip(hidden, rows, weights, strict=True):
+        logq = (h @ head_WE.T).log_softmax(-1)
+        p = teacher_PV[r][:, ids_W].softmax(-1)
+        alpha = torch.minimum(teacher_PV[r].softmax(-1)[:, ids_W], logq.exp()).sum(-1)
+        kl = (p * (p.log() - logq)).sum(-1)
+        lam = torch.exp(-3 * alpha.detach())
+        loss = {
+            "ce": -(p * logq).sum(-1),
+            "kl": kl,
+            "accept": -alpha.clamp_min(MIN_ALPHA).log(),
+            "mixed": lam * kl + (1 - lam) * (1 - alpha),
+        }[kind]
+        total = total + weight * loss[~out_of_vocab[r]].sum()
+    return total

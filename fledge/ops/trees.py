@@ -1,0 +1,257 @@
+"""Draft trees between the passes of a round: how they grow, where their nodes go, and which nodes are accepted.
+
+Each operation has a definition in plain torch and one Triton kernel with the same results, bit by bit. Nothing waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge.ops.attention_tree import Visible, VisibleBits, VisibleChain
+from fledge.ops.device import use_triton
+from fledge.types import Tree, Verdict
+
+MOST_WIDTH = 32  # of the trees of the kernel of `add_level`, which compares the children of a level in pairs
+MOST_CANDIDATES = 8192  # scored nodes of a tree, which the kernel of `best_nodes` holds in one program
+MOST_NODES = 4096  # of a tree, which the kernel of `accept_own` holds in one program
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The P scored nodes below the roots of B dynamic trees (EAGLE-2, Li et al. 2024, arXiv:2406.16858, section 4), in
+    the order in which they were scored.
+
+    A tree grows by levels. Each node is scored by its cumulative log-probability, the best nodes of a level are
+    expanded, and the best of all scored nodes make the tree. Of equal scores, the one that was scored first is better,
+    so that every parent stands before its children; NaN is better than every number.
+
+    First come the w = `width` likeliest children of the root. At each level but the last of `levels`, the w best nodes
+    are then expanded, of which there are X in all, and w children of each are scored. So the children of the e-th
+    expanded node, counted from 0, have the places from w (e + 1) on.
+
+    `score_BP` (float32) are cumulative log-probabilities, `token_BP` (int64) draft ids, and `place_BX` (int64) the
+    places of the expanded nodes. `seen_BXJ` (int64) says which expanded nodes each of these sees, its ancestors and
+    itself, as J words of bits (`pack_bits`).
+    """
+
+    width: int
+    levels: int
+    score_BP: Tensor
+    token_BP: Tensor
+    place_BX: Tensor
+    seen_BXJ: Tensor
+
+    @classmethod
+    def empty(cls, requests: int, levels: int, width: int, device: torch.device) -> Candidates:
+        """Room for the nodes of trees of so many levels, nothing of which is initialized."""
+        X = (levels - 1) * width
+        score_BP = torch.empty(requests, width + X * width, dtype=torch.float32, device=device)
+        whole = dict(dtype=torch.int64, device=device)
+        place_BX, seen_BXJ = torch.empty(requests, X, **whole), torch.empty(requests, X, -(-X // 64), **whole)
+        return cls(width, levels, score_BP, torch.empty(score_BP.shape, **whole), place_BX, seen_BXJ)
+
+    def seen(self, level: int) -> Tensor:
+        """The words of the nodes of a level below the root, counted from 0, that are expanded, [B, w, J]."""
+        return self.seen_BXJ[:, level * self.width : (level + 1) * self.width]
+
+    def place(self, level: int) -> Tensor:
+        """The places of these nodes, [B, w]."""
+        return self.place_BX[:, level * self.width : (level + 1) * self.width]
+
+    def begin(self, level: int) -> int:
+        """The place of the first node of a level."""
+        return self.width * (1 + (level - 1) * self.width) if level else 0
+
+
+def add_level(
+    found: Candidates, level: int, logp_BMw: Tensor, token_BMw: Tensor, ids_W: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Scores the nodes of a level, counted from 0 below the root, and chooses the w best of them, in descending order,
+    to be expanded next.
+
+    `logp_BMw` (float32) and `token_BMw` (int64) are the log-probabilities and draft ids of the w likeliest children of
+    the nodes that were expanded last, in their order (M = w, or 1 for the root), or of all of them alike (M = 1).
+    `ids_W` (int64) are the target's ids of the draft's tokens.
+
+    Fills in the level's scores and tokens, and the places and the visibility of the chosen nodes. Returns, of these,
+    the target's ids, and as which row their parents were expanded among the rows of all requests, int64 [B, w] each;
+    None at the last level, from which no node is expanded.
+    """
+    if use_triton(found.score_BP) and found.width <= MOST_WIDTH:
+        from fledge.ops.trees_triton import add_level_triton
+
+        return add_level_triton(found, level, logp_BMw, token_BMw, ids_W)
+    score_BFw = cumulative_scores(found, level, logp_BMw)
+    (B, front, w), begin = score_BFw.shape, found.begin(level)
+    score_Bn, token_Bn = score_BFw.flatten(1), token_BMw.expand_as(score_BFw).flatten(1)
+    found.score_BP[:, begin : begin + front * w] = score_Bn
+    found.token_BP[:, begin : begin + front * w] = token_Bn
+    if level + 1 == found.levels:
+        return None
+    best_Bw = _best_first(score_Bn)[:, :w]
+    above_Bw = best_Bw // w
+    found.place(level).copy_(begin + best_Bw)
+    found.seen(level).copy_(_own_bits(found, level))
+    if level:
+        seen_BwJ = found.seen(level - 1)
+        found.seen(level).bitwise_or_(seen_BwJ.gather(1, above_Bw[..., None].expand_as(seen_BwJ)))
+    first_B1 = torch.arange(0, B * front, front, device=above_Bw.device)[:, None]
+    return ids_W[token_Bn.gather(1, best_Bw)], first_B1 + above_Bw
+
+
+def best_nodes(found: Candidates, nodes: int, root_B: Tensor, ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The trees of the roots (target ids, int64) and the best `nodes` - 1 scored nodes, or all if there are fewer.
+
+    Returns, of the N nodes of each tree in the order of their places, the root first, the target's ids, the nodes'
+    parents (-1 for the root's), and as which expanded node each was expanded (-1: it was not), int64 [B, N] each.
+    """
+    if use_triton(found.score_BP) and found.score_BP.shape[1] <= MOST_CANDIDATES:
+        from fledge.ops.trees_triton import best_nodes_triton
+
+        return best_nodes_triton(found, nodes, root_B, ids_W)
+    order_BP = _best_first(found.score_BP)
+    best_Bn = order_BP[:, : nodes - 1].sort(dim=1).values
+    (B, n), (_, X), device = best_Bn.shape, found.place_BX.shape, best_Bn.device
+    node_Bn = torch.arange(1, n + 1, device=device).expand(B, n)
+    node_BP = torch.zeros_like(order_BP).scatter_(1, best_Bn, node_Bn)
+    slot_BP = torch.full_like(order_BP, -1).scatter_(1, found.place_BX, torch.arange(X, device=device).expand(B, X))
+    # behind each expanded node, that of its parent; what is in front of the first one stands for the root
+    parent_B1X = torch.cat([torch.zeros_like(root_B)[:, None], node_BP.gather(1, found.place_BX)], dim=1)
+    token_BN = torch.cat([root_B[:, None], ids_W[found.token_BP.gather(1, best_Bn)]], dim=1)
+    parent_BN = F.pad(parent_B1X.gather(1, best_Bn // found.width), (1, 0), value=-1)
+    return token_BN, parent_BN, F.pad(slot_BP.gather(1, best_Bn), (1, 0), value=-1)
+
+
+def _best_first(score_Bn: Tensor) -> Tensor:
+    """The places of the scores of each row in descending order, of equal ones in ascending order; NaN is largest.
+
+    Sorts of long rows on a GPU order NaN by their bits, and a sum has other NaN there than its terms. So all are
+    replaced by one.
+    """
+    one_nan_Bn = score_Bn.masked_fill(score_Bn.isnan(), torch.nan)
+    return one_nan_Bn.sort(dim=1, descending=True, stable=True).indices
+
+
+def cumulative_scores(found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
+    """The scores of the children of F nodes, [B, F, w]: a parent's score plus the child's log-probability."""
+    if not level:
+        return logp_BMw
+    return found.score_BP.gather(1, found.place(level - 1))[..., None] + logp_BMw
+
+
+def _own_bits(found: Candidates, level: int) -> Tensor:
+    """The words of expanded nodes of a level that see nothing but themselves, int64 [w, J]."""
+    node_w = torch.arange(level * found.width, (level + 1) * found.width, device=found.place_BX.device)
+    word_J = torch.arange(found.seen_BXJ.shape[2], device=node_w.device)
+    return (node_w[:, None] // 64 == word_J).long() << node_w[:, None] % 64
+
+
+@dataclass(frozen=True)
+class FreshRows:
+    """The n rows of a draft's first pass of each of B requests, and where the nodes drafted after them go; all int64.
+
+    `token_Bn` are the rows' tokens, `slot_Bn` their slots, and `state_Bn` which input state each reads, of those of all
+    requests' tokens and a last one for masked rows; None without these: row i reads that of token i. `asked_BS` are the
+    S rows whose outputs are asked for: that of the last token (of a request without tokens, the first row), which is
+    the root, `root_B`, and the masked ones after it. `position_M` are the positions of all rows, [B n], then those of
+    the nodes of each level below the root but the last, [levels, B]. `slot_BJ` are the slots of the nodes that will be
+    expanded.
+    """
+
+    token_Bn: Tensor
+    state_Bn: Tensor | None
+    asked_BS: Tensor
+    root_B: Tensor
+    slot_Bn: Tensor
+    slot_BJ: Tensor
+    position_M: Tensor
+
+
+def fresh_rows(
+    token_BR: Tensor, count_B: Tensor, start_B: Tensor, length_B: Tensor, *, masked: int = 0, mask_token: int = 0,
+    levels: int = 0, expanded: int = 0,
+) -> FreshRows:  # fmt: skip
+    """The rows of the first `count_B[b]` of R tokens (int64) behind the committed ones of each sequence.
+
+    With `masked`, as many rows follow, and those without a token have `mask_token`. `start_B` and `length_B` are as in
+    `KVCache`, `levels` and `expanded` the numbers of levels and nodes that are drafted after them.
+    """
+    if use_triton(token_BR):
+        from fledge.ops.trees_triton import fresh_rows_triton
+
+        return FreshRows(*fresh_rows_triton(token_BR, count_B, start_B, length_B, masked, mask_token, levels, expanded))
+    (B, R), count_B1, length_B1 = token_BR.shape, count_B[:, None], length_B[:, None]
+    most = torch.arange(max(R + masked, levels, expanded), device=token_BR.device)
+    row_n, token_Bn, state_Bn = most[: R + masked], token_BR, None
+    if masked:
+        known_Bn = row_n < count_B1
+        token_Bn = torch.where(known_Bn, F.pad(token_BR, (0, masked)), mask_token)
+        first_B1 = torch.arange(0, B * R, R, device=token_BR.device)[:, None]
+        state_Bn = torch.where(known_Bn, first_B1 + row_n, B * R)
+    asked_BS = (count_B1 - 1).clamp_min(0) + most[: masked + 1]
+    position_Bn, after_B1 = length_B1 + row_n, length_B1 + count_B1
+    position_LB = after_B1[:, 0] + most[:levels, None]
+    root_B = token_BR.gather(1, asked_BS[:, :1])[:, 0]
+    position_M = torch.cat([position_Bn.flatten(), position_LB.flatten()])
+    slot_Bn, slot_BJ = position_Bn + start_B[:, None], after_B1 + start_B[:, None] + most[:expanded]
+    return FreshRows(token_Bn, state_Bn, asked_BS, root_B, slot_Bn, slot_BJ, position_M)
+
+
+def place_trees(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor, Visible | VisibleChain]:
+    """The positions and slots of the nodes of trees behind the prefixes of their sequences, int64 [B, N] each, and
+    which nodes each one sees: its ancestors and itself.
+
+    `start_B` and `length_B` (int64) are as in `tree_attention`. Nodes stand in the slots in their order.
+    """
+    N, chain = tree.token_BN.shape[1], tree.parent_BN is None
+    if use_triton(length_B):
+        from fledge.ops.trees_triton import place_trees_triton
+
+        position_BN, slot_BN, seen_BN = place_trees_triton(tree, start_B, length_B)
+        return position_BN, slot_BN, VisibleChain(seen_BN, N) if chain else VisibleBits(seen_BN, N)
+    depth_BN = tree.depths()
+    slot_BN = (start_B + length_B)[:, None] + torch.arange(N, device=length_B.device)
+    visible = VisibleChain(depth_BN, N) if chain else Visible(tree.ancestors())
+    return length_B[:, None] + depth_BN, slot_BN, visible
+
+
+def accept_own(tree: Tree, own_BN: Tensor) -> Verdict:
+    """Commits the target's own tokens: those that each request's tree contains, and the first that it does not.
+
+    `own_BN` (int64) is the target's own token after each node. A node is accepted if its parent is and its token is the
+    parent's own; the root always is.
+    """
+    if use_triton(own_BN) and own_BN.shape[1] <= MOST_NODES:
+        from fledge.ops.trees_triton import accept_own_triton
+
+        return accept_own_triton(tree, own_BN)
+    if not tree.levels:  # nothing was drafted
+        return Verdict(torch.zeros_like(own_BN), torch.ones_like(own_BN[:, 0]), own_BN)
+    matched_BN = matches(tree, own_BN)
+    node_N = torch.arange(own_BN.shape[1], device=own_BN.device)
+    if tree.count_B is not None:
+        matched_BN = matched_BN & (node_N < tree.count_B[:, None])
+    if tree.parent_BN is None:
+        return Verdict.of(node_N.expand_as(own_BN), matched_BN.cumprod(1).sum(1), own_BN)
+    path_BNN, depth_BN = tree.ancestors(), tree.depths()
+    accepted_BN = (matched_BN[:, None] | ~path_BNN).all(-1)
+    # siblings differ, so that at most one node of a level is accepted
+    level_R1 = torch.arange(tree.levels + 1, device=own_BN.device)[:, None]
+    hit_BRN = accepted_BN[:, None] & (depth_BN[:, None] == level_R1)
+    path_BR = torch.where(hit_BRN, node_N, 0).amax(-1)
+    return Verdict.of(path_BR, hit_BRN.any(-1).sum(-1), own_BN.gather(1, path_BR))
+
+
+def matches(tree: Tree, own_BN: Tensor) -> Tensor:
+    """Whether each node's token is the target's own after its parent, bool [B, N]; True for the root."""
+    parent_BN = tree.parent_BN
+    if parent_BN is None:
+        matched_BN = torch.ones_like(own_BN, dtype=torch.bool)
+        matched_BN[:, 1:] = tree.token_BN[:, 1:] == own_BN[:, :-1]
+        return matched_BN
+    return (tree.token_BN == own_BN.gather(1, parent_BN.clamp_min(0))) | (parent_BN < 0)

@@ -1,0 +1,295 @@
+"""The operations of `ops.trees` in Triton: one program per request, or per block of a request's nodes.
+
+Nothing is sorted in the growth of dynamic trees. The rank of a node within its level is the number of nodes that are
+better, so that each node finds its own place in the next front. The lowest score of the best nodes is found bit by bit,
+and sums over the nodes before each one give its index in the tree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fledge.ops.device import dependent_launch, with_unit_stride
+from fledge.ops.topk_triton import keys_of, ordered
+from fledge.types import Tree, Verdict
+
+if TYPE_CHECKING:
+    from fledge.ops.trees import Candidates
+
+PAIRS = 16384  # nodes that are compared at a time
+PLACED = 16  # nodes of a program of `place_trees`
+LOWEST = tl.constexpr(-(2**31))  # less than every score as an ordered integer
+
+
+@triton.jit
+def _scores(i, n, logp_ptr, score_ptr, parent_ptr, M, WIDTH: tl.constexpr, ROOT: tl.constexpr):
+    """The scores of the children i of the nodes that were expanded last."""
+    f = i // WIDTH
+    score = tl.load(logp_ptr + tl.minimum(f, M - 1) * WIDTH + i % WIDTH, mask=i < n, other=0.0)
+    if not ROOT:
+        parent = tl.load(parent_ptr + f, mask=i < n, other=0)
+        score = tl.load(score_ptr + parent, mask=i < n, other=0.0) + score
+    return score
+
+
+@triton.jit(do_not_specialize=["M", "n", "P", "X", "expanded"])
+def _add_level(
+    logp_ptr, child_ptr, ids_ptr, score_ptr, token_ptr, place_ptr, seen_ptr, front_ptr, row_ptr, M, n, P, X, expanded,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr,
+    ROOT: tl.constexpr, LAST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`n` children of the level after `expanded` expanded nodes, of which the last are their parents."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    logp_ptr += b * M * WIDTH
+    score_ptr += b * P
+    place_ptr += b * X
+    seen_ptr += b * X * WORDS
+    f, parents = i // WIDTH, expanded - WIDTH
+    begin = WIDTH * (1 + parents) if not ROOT else 0
+    score = _scores(i, n, logp_ptr, score_ptr, place_ptr + parents, M, WIDTH, ROOT)
+    child = tl.load(child_ptr + b * M * WIDTH + tl.minimum(f, M - 1) * WIDTH + i % WIDTH, mask=i < n, other=0)
+    tl.store(score_ptr + begin + i, score, mask=i < n)
+    tl.store(token_ptr + b * P + begin + i, child, mask=i < n)
+    if not LAST:
+        key, rank = keys_of(score, i), tl.zeros([BLOCK], tl.int32)
+        for at in range(0, n, AT_ONCE):
+            j = at + tl.arange(0, AT_ONCE)
+            other = keys_of(_scores(j, n, logp_ptr, score_ptr, place_ptr + parents, M, WIDTH, ROOT), j)
+            rank += tl.sum(((other[None, :] > key[:, None]) & (j < n)[None, :]).to(tl.int32), 1)
+        chosen = (i < n) & (rank < WIDTH)
+        node = expanded + rank
+        tl.store(place_ptr + node, (begin + i).to(tl.int64), mask=chosen)
+        for word in tl.static_range(WORDS):
+            seen = tl.where(node // 64 == word, tl.full([BLOCK], 1, tl.int64) << (node % 64).to(tl.int64), 0)
+            if not ROOT:
+                seen |= tl.load(seen_ptr + (parents + f) * WORDS + word, mask=chosen, other=0)
+            tl.store(seen_ptr + node * WORDS + word, seen, mask=chosen)
+        tl.store(front_ptr + b * WIDTH + rank, tl.load(ids_ptr + child, mask=chosen, other=0), mask=chosen)
+        tl.store(row_ptr + b * WIDTH + rank, b * (n // WIDTH) + f, mask=chosen)
+
+
+def add_level_triton(
+    found: Candidates, level: int, logp_BMw: Tensor, token_BMw: Tensor, ids_W: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """`add_level` in one kernel."""
+    (B, M, w), (_, P), (_, X, J) = logp_BMw.shape, found.score_BP.shape, found.seen_BXJ.shape
+    n, last = w * w if level else w, level + 1 == found.levels
+    front, row = (found.token_BP.new_empty(B, 0 if last else w) for _ in range(2))
+    block = triton.next_power_of_2(n)
+    if B:
+        _add_level[(B,)](
+            logp_BMw.contiguous(), token_BMw.contiguous(), ids_W, found.score_BP, found.token_BP, found.place_BX,
+            found.seen_BXJ, front, row, M, n, P, X, level * w,
+            WIDTH=w, BLOCK=block, AT_ONCE=min(block, PAIRS // block), WORDS=J, ROOT=not level, LAST=last,
+            num_warps=8 if block > 64 else 4, **dependent_launch(front.device),
+        )  # fmt: skip
+    return None if last else (front, row)
+
+
+@triton.jit(do_not_specialize=["P", "X", "N"])
+def _best_nodes(
+    score_ptr, token_ptr, place_ptr, root_ptr, ids_ptr, node_ptr, tree_ptr, parent_ptr, slot_ptr, P, X, N,
+    WIDTH: tl.constexpr, BP: tl.constexpr, BX: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The best N - 1 of P nodes. `node_ptr` is room for the index of each node in the tree, 0 for those outside."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b, p, e = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.arange(0, BX)
+    place_ptr += b * X
+    node_ptr += b * P
+    tree_ptr += b * N
+    parent_ptr += b * N
+    slot_ptr += b * N
+    score = ordered(tl.load(score_ptr + b * P + p, mask=p < P, other=0.0))
+    score = tl.where(p < P, score, LOWEST)
+    # the largest number that N - 1 scores reach
+    lowest = tl.where(tl.sum((score >= 0).to(tl.int32), 0) >= N - 1, 0, LOWEST)
+    for bit in range(31):
+        higher = lowest + (1 << (30 - bit))
+        lowest = tl.where(tl.sum((score >= higher).to(tl.int32), 0) >= N - 1, higher, lowest)
+    left = N - 1 - tl.sum((score > lowest).to(tl.int32), 0)  # for the first of those that have the lowest score
+    equal = score == lowest
+    chosen = (score > lowest) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
+    node = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0), 0)
+    tl.store(node_ptr + p, node, mask=p < P)
+    token = tl.load(token_ptr + b * P + p, mask=chosen, other=0)
+    tl.store(tree_ptr + node, tl.load(ids_ptr + token, mask=chosen, other=0), mask=chosen)
+    tl.store(slot_ptr + node, -1, mask=chosen)
+    tl.store(tree_ptr, tl.load(root_ptr + b))
+    tl.store(parent_ptr, -1)
+    tl.store(slot_ptr, -1)
+    tl.debug_barrier()  # what follows reads the indices of other threads' nodes, and overwrites their slots
+    above = p // WIDTH - 1  # as which node the parent was expanded
+    below = chosen & (above >= 0)
+    parent = tl.load(place_ptr + above, mask=below, other=0)
+    parent = tl.load(node_ptr + parent, mask=below, other=0)  # the root is node 0
+    tl.store(parent_ptr + node, parent.to(tl.int64), mask=chosen)
+    place = tl.load(place_ptr + e, mask=e < X, other=0)
+    node = tl.load(node_ptr + place, mask=e < X, other=0)
+    tl.store(slot_ptr + node, e.to(tl.int64), mask=(e < X) & (node > 0))
+
+
+def best_nodes_triton(
+    found: Candidates, nodes: int, root_B: Tensor, ids_W: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`best_nodes` in one kernel."""
+    (B, P), X = found.score_BP.shape, found.place_BX.shape[1]
+    N, BP = 1 + min(nodes - 1, P), triton.next_power_of_2(P)
+    token, parent, slot = (root_B.new_empty(B, N) for _ in range(3))
+    if B:
+        _best_nodes[(B,)](
+            found.score_BP, found.token_BP, found.place_BX, root_B.contiguous(), ids_W,
+            torch.empty(B, P, dtype=torch.int32, device=root_B.device), token, parent, slot, P, X, N,
+            WIDTH=found.width, BP=BP, BX=triton.next_power_of_2(max(X, 1)), num_warps=4 if BP <= 1024 else 8,
+            **dependent_launch(root_B.device),
+        )  # fmt: skip
+    return token, parent, slot
+
+
+@triton.jit(do_not_specialize=["B", "R", "n", "S", "L", "J", "mask_token", "st"])
+def _fresh_rows(
+    token_ptr, count_ptr, start_ptr, length_ptr, row_token_ptr, state_ptr, asked_ptr, root_ptr, slot_ptr, next_ptr,
+    position_ptr, B, R, n, S, L, J, mask_token, st,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    count, start, length = tl.load(count_ptr + b), tl.load(start_ptr + b), tl.load(length_ptr + b)
+    token = tl.load(token_ptr + b * st + i, mask=i < R, other=0)
+    if MASKED:
+        known = i < count
+        tl.store(row_token_ptr + b * n + i, tl.where(known, token, mask_token), mask=i < n)
+        tl.store(state_ptr + b * n + i, tl.where(known, b * R + i, B * R), mask=i < n)
+    last = tl.maximum(count - 1, 0)
+    tl.store(asked_ptr + b * S + i, last + i, mask=i < S)
+    tl.store(root_ptr + b, tl.load(token_ptr + b * st + last))
+    tl.store(slot_ptr + b * n + i, start + length + i, mask=i < n)
+    tl.store(next_ptr + i * B + b, start + length + count + i, mask=i < J)
+    tl.store(position_ptr + b * n + i, length + i, mask=i < n)
+    tl.store(position_ptr + (n + i) * B + b, length + count + i, mask=i < L)
+
+
+def fresh_rows_triton(
+    token_BR: Tensor, count_B: Tensor, start_B: Tensor, length_B: Tensor, masked: int, mask_token: int, levels: int,
+    expanded: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The fields of `FreshRows` in one kernel; rows may be strided, their entries are copied if they are."""
+    token = with_unit_stride(token_BR)
+    (B, R), n, S, whole = token.shape, token.shape[1] + masked, masked + 1, dict(dtype=torch.int64, device=token.device)
+    row_token, state = torch.empty(2, B, n, **whole) if masked else (token, None)
+    slot, asked = torch.empty(B, n, **whole), torch.empty(B, S, **whole)
+    # node by node, so that those of a level of chains, one of each request, are read without a copy
+    following, root = torch.empty(expanded, B, **whole).T, torch.empty(B, **whole)
+    position = torch.empty(B * (n + levels), **whole)
+    if B:
+        _fresh_rows[(B,)](
+            token, count_B.contiguous(), start_B.contiguous(), length_B.contiguous(), row_token, state, asked, root,
+            slot, following, position, B, R, n, S, levels, expanded, mask_token, token.stride(0),
+            BLOCK=triton.next_power_of_2(max(n, levels, expanded)), MASKED=masked > 0, num_warps=1,
+            **dependent_launch(token.device),
+        )  # fmt: skip
+    return row_token, state, asked, root, slot, following, position
+
+
+@triton.jit(do_not_specialize=["N", "levels", "sp"])
+def _place(
+    parent_ptr, start_ptr, length_ptr, position_ptr, slot_ptr, seen_ptr, N, levels, sp,
+    WORDS: tl.constexpr, BW: tl.constexpr, CHAIN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Of a chain, `seen_ptr` gets the last node that each one sees."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    n, b, word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64), tl.arange(0, BW)
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    depth = n
+    if CHAIN:
+        tl.store(seen_ptr + b * N + n, n.to(tl.int64), mask=n < N)
+    else:
+        depth, at = tl.zeros([BLOCK], tl.int32), n
+        seen = tl.zeros([BLOCK, BW], tl.int64)
+        for _ in range(levels + 1):
+            bit = tl.full([BLOCK], 1, tl.int64) << (at % 64).to(tl.int64)
+            seen |= tl.where((at // 64)[:, None] == word[None, :], bit[:, None], 0)
+            below = (at > 0) & (n < N)
+            depth += below.to(tl.int32)
+            at = tl.load(parent_ptr + b * sp + at, mask=below, other=0).to(tl.int32)
+        tile = (n < N)[:, None] & (word < WORDS)[None, :]
+        tl.store(seen_ptr + (b * N + n)[:, None] * WORDS + word[None, :], seen, mask=tile)
+    tl.store(position_ptr + b * N + n, length + depth, mask=n < N)
+    tl.store(slot_ptr + b * N + n, start + length + n, mask=n < N)
+
+
+def place_trees_triton(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`place_trees`. What a node sees are words of bits; of a chain, the last node that it sees."""
+    (B, N), chain, words = tree.token_BN.shape, tree.parent_BN is None, triton.cdiv(tree.token_BN.shape[1], 64)
+    parent = length_B if chain else with_unit_stride(tree.parent_BN)
+    position, slot = torch.empty(2, B, N, dtype=torch.int64, device=length_B.device)
+    seen = position.new_empty((B, N) if chain else (B, N, words))
+    if position.numel():
+        _place[(triton.cdiv(N, PLACED), B)](
+            parent, start_B.contiguous(), length_B.contiguous(), position, slot, seen, N,
+            tree.levels, 0 if chain else parent.stride(0), WORDS=words, BW=triton.next_power_of_2(words), CHAIN=chain,
+            BLOCK=PLACED, num_warps=1, **dependent_launch(length_B.device),
+        )  # fmt: skip
+    return position, slot, seen
+
+
+@triton.jit(do_not_specialize=["N", "R", "st", "sp", "so"])
+def _walk(
+    token_ptr, parent_ptr, own_ptr, size_ptr, path_ptr, count_ptr, out_ptr, N, R, st, sp, so,
+    BN: tl.constexpr, BR: tl.constexpr, CHAIN: tl.constexpr, SIZES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b, n = tl.program_id(0).to(tl.int64), tl.arange(0, BN)
+    end = tl.minimum(tl.load(size_ptr + b), N) if SIZES else N
+    real = (n > 0) & (n < end)
+    token = tl.load(token_ptr + b * st + n, mask=real, other=0)
+    parent = n - 1
+    if not CHAIN:
+        parent = tl.load(parent_ptr + b * sp + n, mask=real, other=-1).to(tl.int32)
+    own_ptr += b * so
+    real = real & (parent >= 0)
+    matched = real & (token == tl.load(own_ptr + parent, mask=real, other=0))
+    # the walk is in registers: a load at each step would wait for the one before it
+    r, node, count = tl.arange(0, BR), 0, 1
+    path = tl.zeros([BR], tl.int32)
+    for step in range(1, R):
+        child = tl.max(tl.where(matched & (parent == node), n, 0), 0)
+        node = tl.where(child > 0, child, -1)  # where a path ends, it ends at each further step too
+        path = tl.where((r >= step) & (child > 0), child, path)
+        count += (child > 0).to(tl.int32)
+    own = tl.load(own_ptr + path, mask=r < R, other=0)
+    tl.store(path_ptr + b * R + r, path, mask=r < R)
+    tl.store(out_ptr + b * R + r, tl.where(r < count, own, 0), mask=r < R)
+    tl.store(count_ptr + b, count)
+
+
+def accept_own_triton(tree: Tree, own_BN: Tensor) -> Verdict:
+    """`accept_own` in one kernel; rows may be strided, their entries are copied if they are."""
+    (B, N), R = own_BN.shape, tree.levels + 1
+    token, own = with_unit_stride(tree.token_BN), with_unit_stride(own_BN)
+    parent = token if tree.parent_BN is None else with_unit_stride(tree.parent_BN)
+    path, out = torch.empty(2, B, R, dtype=torch.int64, device=own.device)
+    count = path.new_empty(B)
+    if B:
+        _walk[(B,)](
+            token, parent, own, None if tree.count_B is None else tree.count_B.contiguous(), path, count, out, N, R,
+            token.stride(0), parent.stride(0), own.stride(0), BN=max(triton.next_power_of_2(N), 2),
+            BR=triton.next_power_of_2(R), CHAIN=tree.parent_BN is None, SIZES=tree.count_B is not None,
+            num_warps=1 if N <= 128 else 4, **dependent_launch(own.device),
+        )  # fmt: skip
+    return Verdict(path, count, out)
