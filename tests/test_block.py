@@ -22,7 +22,7 @@ from fledge.drafts.block import BlockDraft
 from fledge.drafts.weights import load_draft, save_draft
 from fledge.engines.support import ENGINES, unsupported
 from fledge.methods import METHODS
-from fledge.ops.block_attention import block_attention
+from fledge.ops.attention_block import block_attention
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import row_pass as passes_module
 from fledge.train.objective import ttt

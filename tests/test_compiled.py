@@ -19,13 +19,9 @@ from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.ops import compiled as build
 from fledge.ops import packed_weight
-from fledge.ops.compiled import MOST_ROWS, CompiledWeight, build
-from fledge.ops.compiled.threads import Threads
-from fledge.ops.tree_attention import VisibleChain
-from fledge.targets.native import NativeTarget
 from fledge.ops.attention_tree import VisibleChain
 from fledge.ops.compiled import MOST_ROWS, CompiledWeight, Threads
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling, Tree
 from support.targets import tiny_draft, tiny_target

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.ops.experts import MOST_ROWS, Routing, experts, route
-from fledge.targets.native import NativeTarget
 from fledge.ops.device import computed_by
 from fledge.ops.experts import MOST_ROWS, experts, route
-from fledge.targets.native.target import NativeTarget
+from fledge.targets.native import NativeTarget
 from support.devices import distance, needs_triton
 from support.targets import tiny_target
 

@@ -121,9 +121,7 @@ def test_the_completed_values_are_those_that_are_accepted():
     from fledge.engines.support import ENGINES
     from fledge.ops.attention_ttt import IMPLS
     from fledge.ops.loss import KINDS
-    from fledge.ops.ttt_attention import IMPLS
     from fledge.states.layout import PRECISIONS
-    from fledge.states.codec import PRECISIONS
     from fledge.targets.loading import IMPLEMENTATIONS
     from fledge.train.setup.recipe import ACTIVATIONS, LOGGERS
 

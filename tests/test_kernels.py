@@ -18,11 +18,9 @@ from fledge.ops import training
 from fledge.ops.attention_ttt import OwnSteps, Queries, ttt_attention, ttt_attention_reference
 from fledge.ops.loss import KINDS
 from fledge.ops.rope import apply_rope
-from fledge.ops.ttt_attention import OwnSteps, Queries, ttt_attention, ttt_attention_reference
+from fledge.ops.training import GradientSums, swiglu, swiglu_reference, take_rows
 from fledge.train.objective import ttt
 from fledge.train.row_pass import Implementation, Objective
-from fledge.ops.training import GradientSums, swiglu, swiglu_reference, take_rows
-from fledge.train.objective import Implementation, Objective, ttt
 from fledge.types import Features, Packed
 from support.devices import needs_triton
 from support.losses import LossCase, gradients, loss_case

@@ -22,12 +22,9 @@ from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
-from fledge.ops import ttt_attention
-from fledge.ops.ttt_attention import OwnSteps, Queries
-from fledge.targets import parts as parts_module
 from fledge.ops import attention_ttt
 from fledge.ops.attention_ttt import OwnSteps, Queries
-from fledge.targets import transformers as transformers_target
+from fledge.targets import parts as parts_module
 from fledge.targets.compatibility import layers_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import plan as plan_module

@@ -28,7 +28,6 @@ from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.peagle import ParallelDraft
-from fledge.ops.fresh_rows import FreshRows, fresh_rows
 from fledge.ops.attention_prompt import without_cudnn_sdpa
 from fledge.ops.attention_tree import Visible, VisibleChain
 from fledge.ops.device import to_device

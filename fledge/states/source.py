@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from fledge.data.documents import Document
-from fledge.ops.implementations import current_device
-from fledge.ops.transfer import to_device
-from fledge.ops.device import to_device
+from fledge.ops.device import current_device, to_device
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import LAST, LAYERS, SCALES, Places, decode_layers, place, views
 from fledge.targets.source import RowIterator, all_finite

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from fledge.io.fields import first_line
-from fledge.ops.sdpa import without_cudnn_sdpa
-from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.ops.attention_prompt import without_cudnn_sdpa
-from fledge.targets.cache import TargetCache
-from fledge.targets.recurrent import RecurrentCache
+from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.types import Tree
 
 if TYPE_CHECKING:

@@ -23,15 +23,13 @@ from fledge.drafts.decode_layer import (
     queries,
 )
 from fledge.drafts.kv_cache import KVCache, LastRows, PromptRows, SlotPool, TreeRows
-from fledge.ops.decode_layer import add_rms_norm
-from fledge.ops.few_rows import norm_linear, plain_linear
-from fledge.ops.implementations import current_device
-from fledge.ops.packed_attention import PackedAttention
+from fledge.ops.attention_prompt import PackedAttention, without_cudnn_sdpa
+from fledge.ops.device import current_device, to_device
+from fledge.ops.layer import add_rms_norm
 from fledge.ops.packed_weight import packed_model
+from fledge.ops.products import norm_linear, plain_linear
 from fledge.ops.rope import cos_sin
-from fledge.ops.sdpa import without_cudnn_sdpa
-from fledge.ops.transfer import to_device
-from fledge.ops.tree_attention import place_trees
+from fledge.ops.trees import place_trees
 from fledge.targets import checks
 from fledge.targets.parts import ModelTarget
 from fledge.targets.quantized import quantization_of

@@ -31,7 +31,7 @@ class TargetParts(Target):
     last layer's weights if the model does not have them either.
 
     The model is modified in two ways. longrope's factors are fixed to those for `max_length`. On a CPU, linear layers
-    compute by `ops.linear`, which changes speed and rounding only.
+    compute by `ops.products.linear`, which changes speed and rounding only.
 
     The model's layers may be on several devices, as transformers' `device_map` places them. `device` is then the
     embedding's, where tokens are expected and where hidden states and logits are returned.

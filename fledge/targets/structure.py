@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge.config import RopeConfig
-from fledge.ops.linear import linear
+from fledge.ops.products import linear
 from fledge.targets.quantized import weight_of
 
 # names of the argument, the newest first: transformers 5.24 gives a FutureWarning for past_key_values and cache_params,
@@ -149,8 +149,8 @@ def _gains(norm: nn.Module | None, eps: float) -> Tensor | None:
 
 
 def use_few_row_products(model: nn.Module) -> list[nn.Linear]:
-    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.linear`. Leaves subclasses and modules with
-    another forward as they are. Returns the layers that compute by `fledge.ops.linear`, replaced now or before."""
+    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.products.linear`. Leaves subclasses and modules with
+    another forward as they are. Returns the layers that compute by `fledge.ops.products.linear`, replaced now or before."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
             # a bound method, because torch.compile traces it once for all layers

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fledge.config import RopeConfig, llama_names
 from fledge.ops.attention_prompt import without_cudnn_sdpa
 from fledge.ops.device import to_device
 from fledge.ops.packed_weight import packed_model

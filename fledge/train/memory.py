@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fledge.drafts.draft import Draft
-from fledge.ops.gradients import GradientSums
+from fledge.ops.attention_ttt import BLOCK
 from fledge.ops.loss import SLOTS_PER_GROUP, LossOptions
-from fledge.ops.ttt_attention import BLOCK
+from fledge.ops.training import GradientSums
 from fledge.targets.distributed import TargetBytes, model_bytes
 from fledge.targets.transformers import PASS_TOKENS
 from fledge.train.feed import AHEAD

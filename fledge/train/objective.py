@@ -13,19 +13,9 @@ import torch
 from torch import Tensor
 
 from fledge.drafts.draft import Draft
-from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients
-from fledge.ops.precision import at_least_float32
-from fledge.ops.transfer import to_device
-from fledge.train.row_pass import Chunk, Implementation, Objective, row_pass
-from fledge.drafts.layers import Compute, EmbeddingRows, SharedEmbedding
-from fledge.methods import Method
-from fledge.ops.attention_ttt import OwnSteps, ttt_attention
 from fledge.ops.device import at_least_float32, to_device
 from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients
-from fledge.ops.training import GradientSums, padded_rows, take_rows
-from fledge.train.cod import DropTokens
-from fledge.train.plan import chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
-from fledge.train.simulate import simulate_decoding
+from fledge.train.row_pass import Chunk, Implementation, Objective, row_pass
 from fledge.types import Features, Packed, RowSums
 
 

@@ -13,11 +13,10 @@ from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
 from fledge.drafts.layers import Compute, EmbeddingRows, SharedEmbedding
 from fledge.methods import Method
-from fledge.ops.block_attention import block_attention
-from fledge.ops.gradients import GradientSums, take_rows
-from fledge.ops.products import padded_rows
-from fledge.ops.transfer import to_device
-from fledge.ops.ttt_attention import OwnSteps, ttt_attention
+from fledge.ops.attention_block import block_attention
+from fledge.ops.attention_ttt import OwnSteps, ttt_attention
+from fledge.ops.device import to_device
+from fledge.ops.training import GradientSums, padded_rows, take_rows
 from fledge.train.plan import DropTokens, chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
 from fledge.types import Features, Packed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fledge.ops.precision import at_least_float32
+from fledge.ops.device import at_least_float32
 
 BLOCKS = 64  # that are computed together: the scores for all keys are held for these
 
