@@ -25,13 +25,13 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # No single change shows how much the whole grows: each budget may only get smaller. Blank lines are not counted. The
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
-    "files": 263,
-    "lines": 32_817,
-    "statements": 25_020,
-    "lines behind fledge train": 27_030,
-    "lines behind fledge generate": 15_182,
-    "lines behind the training loop": 9_319,
-    "lines behind the engine": 14_379,
+    "files": 194,
+    "lines": 31_182,
+    "statements": 23_729,
+    "lines behind fledge train": 25_577,
+    "lines behind fledge generate": 14_825,
+    "lines behind the training loop": 8_107,
+    "lines behind the engine": 14_060,
     "options of fledge train": 58,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,
@@ -110,7 +110,7 @@ def test_the_whole_stays_within_its_budgets() -> None:
     found = {
         "files": len(files),
         "lines": sum(lines.values()),
-        "statements": sum(isinstance(node, ast.stmt) for node in nodes),
+        "statements": 23_729sum(isinstance(node, ast.stmt) for node in nodes),
         "options of fledge train": len({f.name for f in option_fields(TrainOptions)} - of_methods),
         "circles of imports": len(REACH["circles"](imported)),
         "class names that occur twice": sum(n > 1 for n in classes.values()),

@@ -149,8 +149,9 @@ def _gains(norm: nn.Module | None, eps: float) -> Tensor | None:
 
 
 def use_few_row_products(model: nn.Module) -> list[nn.Linear]:
-    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.products.linear`. Leaves subclasses and modules with
-    another forward as they are. Returns the layers that compute by `fledge.ops.products.linear`, replaced now or before."""
+    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.products.linear`. Leaves subclasses and
+    modules with another forward as they are. Returns the layers that compute by `fledge.ops.products.linear`, replaced
+    now or before."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
             # a bound method, because torch.compile traces it once for all layers
