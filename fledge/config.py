@@ -263,7 +263,7 @@ class DraftConfig:
                 f"an {family.title} draft uses its target's head, so it must have the target's hidden size and its "
                 "whole vocabulary"
             )
-        if on := [name for name in SWITCHES if name in family.without and getattr(self, name)]:
+        if on := [name for name in SWITCHES if name not in family.options and getattr(self, name)]:
             raise ValueError(f"{' and '.join(on)}: {family.title} has no such norm; leave it out")
         if self.aux_layers and not family.reads_layers:
             raise ValueError(f"aux_layers: {family.title} reads the target's final hidden state only; leave it out")

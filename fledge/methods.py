@@ -61,6 +61,9 @@ class Method:
     notes: tuple[str, ...] = ()
 
 
+NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm")  # variants of EAGLE-3's draft
+COD = ("cod_rate", "cod_min_rate")
+
 EAGLE1 = Method(
     name="eagle1",
     title="EAGLE-1",
@@ -75,15 +78,9 @@ EAGLE1 = Method(
     regression=True,
     options=("fc_bias", "feature_noise"),
     without={
-        "gamma": "EAGLE-1 trains one step",
         "draft_vocab": "EAGLE-1 drafts over the target's whole vocabulary",
         "aux_layers": "EAGLE-1 reads the target's final hidden state",
         "train_embeddings": "EAGLE-1 reads the target's embedding",
-        "fc_norm": "EAGLE-1 has no such norm",
-        "norm_output": "EAGLE-1 has no such norm",
-        "norm_before_fc": "EAGLE-1 has no such norm",
-        "norm_before_residual": "EAGLE-1 has no such norm",
-        "qk_norm": "EAGLE-1 has no such norm",
     },
 )
 
@@ -92,7 +89,7 @@ EAGLE3 = Method(
     title="EAGLE-3",
     paper="Li et al. 2025, arXiv:2503.01840",
     architectures=("LlamaForCausalLMEagle3",),
-    options=("cod_rate", "cod_min_rate"),
+    options=(*COD, *NORMS, "gamma"),
 )
 
 PEAGLE = Method(
@@ -105,8 +102,7 @@ PEAGLE = Method(
     min_depth=2,
     gamma=1.0,
     cod_rate=0.8,
-    options=("cod_rate", "cod_min_rate"),
-    without={"gamma": "the depths of P-EAGLE have equal weights"},
+    options=(*COD, *NORMS),
     notes=(
         "vLLM drafts all tokens of a round in one pass only with parallel_drafting in --speculative-config.",
         "SpecForge loads this file as a one-layer EAGLE-3 draft; continue its training with fledge.",

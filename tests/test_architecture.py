@@ -32,7 +32,7 @@ BUDGETS = {
     "lines behind fledge generate": 14_825,
     "lines behind the training loop": 8_107,
     "lines behind the engine": 14_060,
-    "options of fledge train": 58,  # those of single methods not counted
+    "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,
 }
@@ -110,7 +110,7 @@ def test_the_whole_stays_within_its_budgets() -> None:
     found = {
         "files": len(files),
         "lines": sum(lines.values()),
-        "statements": 23_729sum(isinstance(node, ast.stmt) for node in nodes),
+        "statements": sum(isinstance(node, ast.stmt) for node in nodes),
         "options of fledge train": len({f.name for f in option_fields(TrainOptions)} - of_methods),
         "circles of imports": len(REACH["circles"](imported)),
         "class names that occur twice": sum(n > 1 for n in classes.values()),

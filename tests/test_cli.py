@@ -208,7 +208,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
             ["--method", "peagle", "--gamma", 0.8],
             "--gamma has no effect with P-EAGLE: the depths of P-EAGLE have equal",
         ),
-        (["--method", "eagle1", "--gamma", 0.8], "--gamma has no effect with EAGLE-1: EAGLE-1 trains one step; leave"),
+        (["--method", "eagle1", "--gamma", 0.8], "--gamma has no effect with EAGLE-1; use --method eagle3, or leave"),
         (["--method", "eagle2"], "--method eagle2 is not one of eagle3, eagle3.1, peagle, eagle1"),
         (["--method", "eagle1", "--draft-vocab", 100], "over the target's whole vocabulary; leave --draft-vocab out"),
         (["--method", "eagle1", "--train-embeddings"], "leave --train-embeddings out"),
@@ -496,7 +496,7 @@ def test_regenerate_reports_progress_after_each_answer(made, tmp_path):
     [
         (["--draft-vocab", 900], "has 900 tokens and the target's only"),
         (["--fc-norm", "--norm-before-fc"], "exclude each other"),
-        (["--method", "eagle1", "--norm-output"], "EAGLE-1 has no such norm"),
+        (["--method", "eagle1", "--norm-output"], "with EAGLE-1; use --method eagle3, or leave"),
         (["--method", "peagle"], "nowhere.jsonl does not exist"),
     ],
 )

@@ -165,7 +165,7 @@ def unsupported_options(method: Method) -> dict[str, str]:
     """Options that a method does not support, each with the reason."""
     found = {}
     for other in METHODS.values():
-        foreign = [name for name in other.options if name not in method.options]
+        foreign = [name for name in other.options if name not in method.options and name not in found]
         found |= dict.fromkeys(foreign, f"with {method.title}; use --method {other.name}, or")
     return found | {name: f"with {method.title}: {why};" for name, why in method.without.items()}
 
