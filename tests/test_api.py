@@ -373,7 +373,7 @@ def test_models_that_cannot_be_used_are_refused(made: Path, tmp_path: Path) -> N
         TypeError, match=r"target must be a directory, a hub id, a transformers model or a fledge\.Target, not"
     ):
         api.load(None)
-    with pytest.raises(TypeError, match="draft must be the directory of a draft, not a value of type Draft"):
+    with pytest.raises(TypeError, match="draft must be the directory of a draft, not a value of type EagleDraft"):
         api.load(made / "target", draft=tiny_draft(tiny_target()))
     with pytest.raises(ValueError, match="fledge needs a fast tokenizer"):
         api.Engine(tiny_target(tokenizer=False))
