@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 import weakref
@@ -56,22 +57,26 @@ def accepted(done: list[Completion]) -> list[list[tuple[int, int]]]:
     return [[(r.drafted, r.accepted) for r in c.trace.rounds] for c in done]
 
 
+@functools.cache
+def answers(way: str | None, batch: int | None, native: bool) -> list[Completion]:
+    """The answers to prompts of several lengths, which end at different times: with a draft, or without (None), and
+    together, or each alone (None)."""
+    target, draft, asked = good_pair(native=native)
+    engine = Engine(target, draft, **WAYS[way]) if way else Engine(target)
+    asked, options = [*asked, *prompts(4, seed=5)], dict(max_new_tokens=25)
+    return alone(engine, asked, **options) if batch is None else engine.generate_all(asked, batch=batch, **options)
+
+
 @pytest.mark.parametrize(("batch", "native"), [(2, False), (3, False), (16, False), (3, True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_answer_is_as_alone(way: str, batch: int, native: bool) -> None:
-    """Tokens, text and rounds are those of the prompt alone. The prompts differ in length, the answers end at different
-    times, and waiting requests take the free places."""
-    target, draft, asked = good_pair(native=native)
-    engine = Engine(target, draft, **WAYS[way])
-    asked = [*asked, *prompts(4, seed=5)]
-    options = dict(max_new_tokens=25)
-    together = engine.generate_all(asked, batch=batch, **options)
-    one = alone(engine, asked, **options)
+    """Tokens, text and rounds are those of the prompt alone, and waiting requests take the free places."""
+    together, one = answers(way, batch, native), answers(way, None, native)
     for a, b in zip(together, one, strict=True):
         assert_same(a, b)
         assert a.text == b.text
     assert accepted(together) == accepted(one)
-    plain = engine.generate_all(asked, batch=batch, speculate=False, **options)
+    plain = answers(None, batch, native)
     assert [c.tokens for c in plain] == [c.tokens for c in one] and not any(c.trace.rounds for c in plain)
 
 
