@@ -15,7 +15,7 @@ from fledge.config import DraftConfig
 from fledge.decode.draft_size import DraftSize, SizeChooser
 from fledge.decode.sampling import BatchSampling
 from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
-from fledge.decode.sources import BlockSource, CandidateSource, OnePassSource, StepSource
+from fledge.decode.sources import BlockSource, CandidateSource, MaskedSource, StepSource
 from fledge.decode.state import RoundState
 from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
@@ -284,7 +284,7 @@ class Drafting:
         if isinstance(draft, BlockDraft):
             return Proposer(BlockSource(draft, self.deepest), shapes)
         if draft.family.one_pass:
-            return Proposer(OnePassSource(draft, self.deepest), shapes)
+            return Proposer(MaskedSource(draft, self.deepest), shapes)
         expanded = max(s.expanded for s in shapes.values())
         return Proposer(StepSource(draft, self.verified, expanded, self.deepest, self.stable), shapes)
 

@@ -1,7 +1,7 @@
 """Sources of candidates: the draft's logits at a root, then at the nodes that a shape (`decode/shapes.py`) expands.
 
-`StepSource` drafts one level of a tree per pass, as EAGLE does. `OnePassSource` has the logits of all levels after one
-pass, as P-EAGLE does. A source holds the draft's cache for the requests that are decoded together. A stable cache is
+`StepSource` drafts one level of a tree per pass, as EAGLE does. A `OnePass` source has the logits of all levels after one
+pass, as those of P-EAGLE and of block drafts. A source holds the draft's cache for the requests that are decoded together. A stable cache is
 rebuilt from the target's hidden states where tokens were accepted, which is what training saw. An unstable one keeps
 the keys and values of accepted tokens as drafting computed them, which costs fewer rows and drifts from training.
 
@@ -289,19 +289,36 @@ class StepSource(EagleSource):
         return self._coupled(logits_MW.unflatten(0, (requests, -1)), state_B1)
 
 
-class OnePassSource(EagleSource):
-    """One pass for all `depth` levels: behind the fresh slots go depth - 1 more, which read a mask token and a learned
-    state in place of what is not known yet (P-EAGLE, Hui et al. 2026, arXiv:2602.01469). So all nodes of a level share
-    their logits."""
+class OnePass(CandidateSource):
+    """One pass for all `depth` levels below a root, in `begin`. All nodes of a level share their logits."""
 
     sequential = False
 
-    def __init__(self, draft: ParallelDraft, depth: int):
+    def __init__(self, draft: Draft, depth: int):
         super().__init__(draft)
         self.depth = depth
 
     def set_depth(self, depth: int) -> None:
         self.depth = depth
+
+    def _said(self, logits_BKW: Tensor) -> Tensor:
+        """The logits of all levels, from which tokens are chosen, once the fresh slots are in the cache."""
+        self.logits_BKW, self.level = self._coupled(logits_BKW, self._states_after_root(self.depth)), 0
+        return self.logits_BKW
+
+    def expand(self, front: Front) -> Tensor:
+        self.level += 1
+        return self.logits_BKW[:, self.level, None]
+
+    def end(self, slot_BN: Tensor) -> None:
+        """Nothing was added to the cache but the fresh slots."""
+
+
+class MaskedSource(OnePass, EagleSource):
+    """Behind the fresh slots go depth - 1 more, which read a mask token and a learned state in place of what is not
+    known yet (P-EAGLE, Hui et al. 2026, arXiv:2602.01469)."""
+
+    draft: ParallelDraft
 
     @torch.inference_mode()
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
@@ -314,30 +331,13 @@ class OnePassSource(EagleSource):
         out = self._run(rows, self.decoder.fuse(aux_MAD), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
         logits_BKW = self.decoder.predict(*out)[1].unflatten(0, (-1, K))
-        self.logits_BKW = self._coupled(logits_BKW, self._states_after_root(K))
-        self.level = 0
-        return rows.root_B, self.logits_BKW
-
-    def expand(self, front: Front) -> Tensor:
-        self.level += 1
-        return self.logits_BKW[:, self.level, None]
-
-    def end(self, slot_BN: Tensor) -> None:
-        """Nothing was added to the cache but the fresh slots."""
+        return rows.root_B, self._said(logits_BKW)
 
 
-class BlockSource(CandidateSource):
-    """One pass for a block of `depth` levels, behind the context that the accepted tokens left (`BlockDraft`). Nothing
-    of a block is kept, and all nodes of a level share their logits."""
+class BlockSource(OnePass):
+    """A block of rows behind the context that the accepted tokens left (`BlockDraft`). Nothing of a block is kept."""
 
-    sequential = False
-
-    def __init__(self, draft: BlockDraft, depth: int):
-        super().__init__(draft)
-        self.depth = depth
-
-    def set_depth(self, depth: int) -> None:
-        self.depth = depth
+    draft: BlockDraft
 
     def rows(self, depth: int) -> int:
         return self.draft.block_rows(depth)
@@ -350,39 +350,33 @@ class BlockSource(CandidateSource):
         rows = PromptRows(cache, counts)
         (count_B,) = to_device([torch.tensor(counts)], draft.device)
         states = torch.cat([a.to(draft.device, draft.dtype) for a in aux])
-        self._write(draft.context(states, rows.position_M), rows.slot_M)
+        self._write_context(states, rows.position_M, rows.slot_M)
         rows.commit(count_B)
 
-    def _write(self, keys: Sequence[tuple[Tensor, Tensor]], slot_M: Tensor) -> None:
-        for (key_GPd, value_GPd), (key_MGd, value_MGd) in zip(self.pool.layers, keys, strict=True):
-            key_GPd[:, slot_M] = key_MGd.transpose(0, 1)
-            value_GPd[:, slot_M] = value_MGd.transpose(0, 1)
+    def _write_context(self, states_MAD: Tensor, position_M: Tensor, slot_M: Tensor) -> None:
+        """Writes the keys and values of M tokens, from the target's hidden states at the tokens, to the cache."""
+        for layer, (key_MGd, value_MGd) in enumerate(self.draft.context(states_MAD, position_M)):
+            self._write(layer, key_MGd, value_MGd, slot_M)
+
+    def _write(self, layer: int, key_MGd: Tensor, value_MGd: Tensor, slot_M: Tensor) -> None:
+        key_GPd, value_GPd = self.pool.layers[layer]
+        key_GPd[:, slot_M], value_GPd[:, slot_M] = key_MGd.transpose(0, 1), value_MGd.transpose(0, 1)
 
     @torch.inference_mode()
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         K, draft, cache = self.depth, self.draft, self.cache
         fresh = self._fresh(state)
         states = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
-        self._write(draft.context(states, fresh.position_M), fresh.slot_Bn.flatten())
+        self._write_context(states, fresh.position_M, fresh.slot_Bn.flatten())
         cache.keep(None, state.count_B)
         (B,), Q = fresh.root_B.shape, draft.block_rows(K)
         last_BQ = self._counts(Q).expand(B, Q) if draft.causal else fresh.root_B.new_full((B, Q), Q - 1)
         rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not draft.causal))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            key_GPd, value_GPd = self.pool.layers[layer]
-            key_GPd[:, rows.slot_M], value_GPd[:, rows.slot_M] = (x.flatten(0, 1).transpose(0, 1) for x in (k, v))
+            self._write(layer, k.flatten(0, 1), v.flatten(0, 1), rows.slot_M)
             return rows.read(layer, q.flatten(0, 1)).unflatten(0, (B, Q))
 
         head_input_BKE = draft.block(fresh.root_B, cache.length_B, K, attend)
         logits_BKW = draft.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))
-        self.logits_BKW = self._coupled(logits_BKW, self._states_after_root(K))
-        self.level = 0
-        return fresh.root_B, self.logits_BKW
-
-    def expand(self, front: Front) -> Tensor:
-        self.level += 1
-        return self.logits_BKW[:, self.level, None]
-
-    def end(self, slot_BN: Tensor) -> None:
-        """Nothing was added to the cache but the fresh slots."""
+        return fresh.root_B, self._said(logits_BKW)
