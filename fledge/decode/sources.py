@@ -1,6 +1,6 @@
 """Sources of candidates: the draft's logits at a root, then at the nodes that a shape (`decode/shapes.py`) expands.
 
-`StepSource` drafts one level of a tree per pass, as EAGLE does. A `OnePass` source (P-EAGLE, block drafts) has the logits
+`StepSource` drafts one level of a tree per pass, as EAGLE does. A `OnePass` source (P-EAGLE, blocks) has the logits
 of all levels after one pass. A source holds the draft's cache for the requests that are decoded together. A stable
 cache is rebuilt from the target's hidden states where tokens were accepted, which is what training saw. An unstable
 cache keeps the keys and values of accepted tokens as drafting computed them, which costs fewer rows and drifts from
