@@ -241,10 +241,11 @@ def test_coupled_logits_have_the_noise_of_the_targets_draws(impl: str, dtype: to
 @pytest.mark.parametrize("impl", ["numpy", compiled, "triton"])
 def test_a_row_of_nan_draws_some_token(impl: str) -> None:
     """Which one means nothing, but it exists: an index outside of the vocabulary would break what reads it."""
-    scores = torch.full((2, 3000), torch.nan, dtype=torch.float64)
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    scores = torch.full((2, 3000), torch.nan, dtype=torch.float64, device=device)
     scores[1, 5] = torch.inf
     with computing(impl):
-        drawn = gumbel_argmax(scores, torch.tensor([1, 2]))
+        drawn = gumbel_argmax(scores, torch.tensor([1, 2], device=device))
     assert 0 <= int(drawn[0]) < 3000
 
 
