@@ -1,7 +1,7 @@
 """A run's directory: `draft/` to serve, `checkpoint/` to resume from, `recipe.yaml`, `metrics.jsonl`, `summary.json`.
 
-A checkpoint is written by torch.distributed.checkpoint (DCP), in the background and by all ranks, each its part of the
-state. It can be read by another number of ranks. All its files are safetensors and JSON, which run no code when read.
+torch.distributed.checkpoint (DCP) writes a checkpoint in the background; each rank writes a part of the state. Another
+number of ranks can read the checkpoint. All files are safetensors and JSON, which run no code when read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fledge.io.files import (
 )
 from fledge.train.ranks import ALONE, RankError, Ranks
 
-STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and what is not a tensor
+STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and the file of other values
 SUMS = "SHA256SUMS"  # hashes of a checkpoint's files, in the format of the program sha256sum
 
 
@@ -108,7 +108,7 @@ class RunDirectory:
             self.write_summary(summary)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes what the run trains on and where it was started."""
+        """Writes summary.json: the run's data, command and machine, for reports."""
         replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def options_file(self) -> Path:
@@ -123,10 +123,11 @@ class RunDirectory:
         self, draft: Draft, dtype: torch.dtype, tensors: dict[str, Tensor], progress: dict[str, Any],
         ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
-        """Starts to write a checkpoint: the tensors (each rank its parts of them), `progress` as JSON, and the current
-        draft as one that can be loaded. Everything is copied to host memory before this returns.
+        """Starts to write a checkpoint: `tensors` (each rank writes a part), `progress` as JSON, and the current draft
+        in `dtype`, as files to load a draft from. Copies everything to host memory before returning.
 
-        Waits for the checkpoint before it (`finish_saving`). The last complete checkpoint stays until the new one is.
+        Waits for the previous checkpoint first (`finish_saving`). The last complete checkpoint stays until the new
+        checkpoint is complete.
         """
         self.finish_saving()
         stager = DefaultStager(StagingOptions(False, False, False, False))  # into plain memory, in this thread
@@ -150,12 +151,12 @@ class RunDirectory:
             saving.result()
 
     def _write(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
-        """Writes a checkpoint together with the other ranks, which rank 0 makes the last complete one. If the disk is
-        full for one of them, all raise DiskFullError with the same sentence."""
+        """Writes a checkpoint together with the other ranks. Rank 0 replaces the last complete checkpoint by the new
+        checkpoint. If the disk is full for one rank, all ranks raise DiskFullError with the same message."""
         full, failure = None, None
         try:
             self._write_part(tensors, files, ranks)
-        except Exception as e:  # which the other ranks must hear of
+        except Exception as e:  # the meeting reports the error to all ranks
             full, failure = disk_full_errno(e), e
         told = ranks.meet("while a checkpoint was saved", full, None if full else failure, group=ranks.saving)
         if full := next(filter(None, told), None):
@@ -166,7 +167,7 @@ class RunDirectory:
             ) from failure
 
     def _write_part(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
-        """What this rank writes; rank 0 also makes the directory."""
+        """Writes this rank's part of a checkpoint; rank 0 also makes the directory."""
         where = "while a checkpoint was begun"
         if not ranks.leads:
             if ranks.meet(where, True, group=ranks.saving)[0]:
@@ -193,7 +194,7 @@ class RunDirectory:
             try:
                 with ranks.collective("while a checkpoint was saved"):
                     dcp.save(tensors, storage_writer=writer, process_group=ranks.saving, no_dist=ranks.size == 1)
-            except CheckpointException as e:  # which is no Exception
+            except CheckpointException as e:  # not a subclass of Exception
                 raise OSError(f"a checkpoint could not be saved: {_first_failure(e)}") from e
 
     def load_progress(self) -> dict[str, Any] | None:
@@ -204,8 +205,8 @@ class RunDirectory:
         return read_consistent(self.checkpoint, self._progress)
 
     def load_tensors(self, tensors: dict[str, Tensor], ranks: Ranks = ALONE) -> None:
-        """Reads the tensors of the last complete checkpoint into `tensors`, which may be placed on other ranks than
-        when they were saved. Raises ValueError if one is missing, or has another shape."""
+        """Reads the tensors of the last complete checkpoint into `tensors`. The placement on ranks may differ from the
+        placement when saved. Raises ValueError if a tensor is missing, or has another shape."""
 
         def read(checkpoint: Path) -> None:
             reader = HuggingFaceStorageReader(str(checkpoint / STATE))
@@ -285,6 +286,6 @@ def _check_kind(path: Path, kind: Callable[[Path], bool], name: str) -> None:
 
 
 def _first_failure(error: CheckpointException) -> str:
-    """What went wrong in a rank that could not write or read its part of a checkpoint."""
+    """The first rank that could not write or read a part of a checkpoint, and the rank's error."""
     rank, (reason, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(reason).__name__}: {reason}"

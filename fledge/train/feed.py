@@ -1,14 +1,14 @@
-"""Ranks that hold only the target, and send the hidden states of training rows to the ranks that train the draft.
+"""Target ranks: hold only the target, and send the hidden states of rows to the training ranks, which train the draft.
 
-All ranks know all rows, so that only hidden states are sent, each by one message from the rank that computed them to
-the rank that trains on the row. `Deliveries` is their order. Row after row goes to the ranks that hold the target in
-turn: with n of them, n rows in a row are a round, in which each computes one. A sharded target computes a round in
+Every rank knows every row, so ranks exchange hidden states only: one message for each row, from the target rank that
+computes the row to the training rank that uses the row. `Deliveries` gives the order of the messages. Target ranks take
+rows in turn: a round is n consecutive rows for n target ranks, one row each. A sharded target computes a round in
 lockstep.
 
-Before the ranks meet in a step (`Ranks.meet`), all rounds up to `Deliveries.sent` are sent: those with the step's rows,
-those with the first row of each rank in the next step, which it may already receive, and AHEAD more. The target thus
-computes rows while the drafts train on earlier ones, and nothing is waited for that a rank would send only after the
-meeting.
+Before the ranks meet in a step (`Ranks.meet`), the target ranks send the first `Deliveries.sent` rounds: the rounds
+with the step's rows, the rounds with each training rank's first row of the next step (which may be received early), and
+AHEAD more rounds. The target thus computes rows while the draft trains on earlier rows, and no rank waits for a message
+that is sent only after the meeting.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from fledge.targets.interface import TrainingTarget
     from fledge.train.trainer import Progress, Schedule
 
-AHEAD = 1  # rounds that are computed beyond those that the drafts may ask for
-BEFORE, AFTER = "before the first step", "after the last step"  # where the ranks meet
+AHEAD = 1  # rounds sent before a meeting, beyond the rounds that training ranks may ask for
+BEFORE, AFTER = "before the first step", "after the last step"  # names of the meetings outside of steps
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A row of a step, by its address: the rank that trains on it, and its index among the step's rows."""
+    """A row of a step, and the `rank` that trains on the row. `address` is (epoch, index of the row within the epoch),
+    and `index` counts the rows of the step."""
 
     step: int
     index: int
@@ -49,8 +50,8 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Deliveries:
-    """The rows of all steps from `first` on, at `address`, in the order in which they are computed: step by step, and
-    in each step the first row of every rank, then the second one, and so on."""
+    """The rows of all steps from step `first` and row `address` on, in the order of computation: step by step, and in
+    each step the first rows of all ranks, then the second rows of all ranks, and so on."""
 
     rows: Rows
     first: int
@@ -61,7 +62,7 @@ class Deliveries:
 
     @classmethod
     def of(cls, rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> Deliveries:
-        """Those that are left of a schedule."""
+        """The deliveries from the current progress to the end of a schedule."""
         return cls(rows, progress.step, progress.address, schedule.steps, schedule.rows_per_step, ranks)
 
     def __iter__(self) -> Iterator[Delivery]:
@@ -72,19 +73,20 @@ class Deliveries:
                 address = self.rows.next(address)
 
     def rounds(self) -> Iterator[tuple[Delivery, ...]]:
-        """The deliveries that are computed at the same time, by one rank each; the last round may be incomplete."""
+        """Groups of deliveries that the target ranks compute at the same time, one delivery for each target rank. The
+        last round may be incomplete."""
         upcoming = iter(self)
         return iter(lambda: tuple(itertools.islice(upcoming, self.ranks.target_ranks)), ())
 
     def sent(self, step: int) -> int:
-        """The number of rounds that are sent before the ranks meet in a step."""
+        """The number of rounds that the target ranks send before the ranks meet in a step."""
         asked = (step + 1 - self.first) * self.rows_per_step + min(self.rows_per_step, self.ranks.size)
         total = (self.steps - self.first) * self.rows_per_step
         return min(-(-asked // self.ranks.target_ranks) + AHEAD, -(-total // self.ranks.target_ranks))
 
 
 def deliveries_of_step(rows: Rows, step: int, address: tuple[int, int], count: int, ranks: Ranks) -> Iterator[Delivery]:
-    """The deliveries of a step of `count` rows, the first of which is at an address."""
+    """The deliveries of a step of `count` rows; `address` is the address of the step's first row."""
     addresses = [address]
     for _ in range(count - 1):
         addresses.append(rows.next(addresses[-1]))
@@ -96,27 +98,27 @@ def deliveries_of_step(rows: Rows, step: int, address: tuple[int, int], count: i
 
 
 class ReceivedFeatures:
-    """Features that other ranks compute, which is a `FeatureSource` of a rank that trains. `target` has the head, with
-    which `logits` computes the teacher's logits, and `layers` is the number of layers that the draft reads.
+    """The `FeatureSource` of a training rank: receives the features that target ranks compute. `target` has the head,
+    with which `logits` computes the teacher's logits, and `layers` is the number of layers that the draft reads.
 
-    `begin` is called before the first row. Rows are then asked for in the order of the deliveries. A row without
-    sources, as it is used to measure the memory of a training step, gets zeros.
+    Call `begin` first, then ask for rows in the order of the deliveries. A row without sources (a trial row, to measure
+    the memory of a training step) gets zeros.
     """
 
     def __init__(self, target: TrainingTarget, layers: int, ranks: Ranks):
         self.target, self.layers, self.ranks = target, layers, ranks
         self._deliveries: Deliveries | None = None
         self._expected: Iterator[int] = iter(())
-        self._early: deque[Features] = deque()  # received before they were asked for
+        self._early: deque[Features] = deque()  # received before `features` asks for them
         self._finite = torch.ones((), dtype=torch.bool, device=target.device)
 
     def begin(self, deliveries: Deliveries) -> None:
-        """Expects these deliveries, of which it receives those to this rank."""
+        """Registers a run's deliveries. A rank receives only the deliveries with the rank's number."""
         self._deliveries = deliveries
         self._expected = (place for place, d in enumerate(deliveries) if d.rank == self.ranks.rank)
 
     def features(self, row: Packed) -> Features:
-        """The features of the next row of this rank. Raises RankError if they do not come."""
+        """The features of this rank's next row. Raises RankError if the features do not arrive."""
         if not row.sources:
             return self._features(self._memory(row.token_T.numel()).zero_())
         found = self._early.popleft() if self._early else self._receive(next(self._expected), row.token_T.numel())
@@ -130,14 +132,14 @@ class ReceivedFeatures:
         return rows
 
     def finite(self, row: Packed) -> bool:
-        """Whether all features that were received are finite: those of a single row are not kept."""
+        """Whether all features received so far are finite. The features of a single row are not kept for a check."""
         if self._finite.is_cuda:
             torch.cuda.synchronize(self._finite.device)  # the next row may have been received on another stream
         return bool(self._finite)
 
     def receive_sent(self, steps_done: int) -> None:
-        """Receives all that was sent so far, before the ranks with the target decode: waiting for their device, they
-        would wait for what they have sent."""
+        """Receives all rows sent so far. Must run before the target ranks decode: a target rank that waits for the
+        device also waits until the sent rows are received."""
         sent = self._deliveries.sent(steps_done - 1) * self.ranks.target_ranks
         for place in self._expected:
             if place >= sent:
@@ -146,7 +148,7 @@ class ReceivedFeatures:
             self._early.append(self._receive(place, self._deliveries.rows.row_length))
 
     def finish(self, steps_done: int) -> None:
-        """Receives what was sent for later steps, after a stop, so that no message is left on its way."""
+        """Receives the rows of later steps after a stop, so that no message stays in flight."""
         self.receive_sent(steps_done)
         self._early.clear()
 
@@ -159,7 +161,8 @@ class ReceivedFeatures:
         return self._features(states)
 
     def _memory(self, tokens: int) -> Tensor:
-        """The memory of a row's features: the states of the captured layers of all tokens, then the final ones."""
+        """Uninitialized memory for a row's features, [tokens * (layers + 1), D]: the captured layers' states of all
+        tokens, then the final states."""
         width = self.target.embedding.shape[1]
         return torch.empty(tokens * (self.layers + 1) * width, dtype=self.target.dtype, device=self.target.device).view(
             -1, width
@@ -171,19 +174,20 @@ class ReceivedFeatures:
 
 
 class Sender:
-    """Computes and sends the features of this rank's deliveries, which holds the target."""
+    """Computes and sends the features of a target rank's deliveries. With `lockstep`, the target is sharded, and all
+    target ranks compute every round together."""
 
     def __init__(self, source: LiveFeatures, deliveries: Deliveries, ranks: Ranks, *, lockstep: bool):
         self.source, self.deliveries, self.ranks, self.lockstep = source, deliveries, ranks, lockstep
         self.failure: Exception | None = None
         self._rounds, self._done = deliveries.rounds(), 0
-        self._sending: deque[tuple[int, int, Tensor, Any]] = deque()  # step, rank, what is sent, and the work
+        self._sending: deque[tuple[int, int, Tensor, Any]] = deque()  # step, receiving rank, sent states, and the work
 
     def send(self, step: int) -> None:
-        """Sends what has to be sent before the ranks meet in a step.
+        """Sends the rounds that are due before the ranks meet in a step (`Deliveries.sent`).
 
-        If a row fails, this and all later ones are sent as zeros, for which the other ranks may wait already;
-        `failure` is what they must hear of when they meet.
+        If a row fails, sends zeros for the failed row and all later rows, since training ranks may already wait for
+        the messages. `failure` keeps the error, which the meeting reports to all ranks.
         """
         while self._done < self.deliveries.sent(step):
             self._send_round(next(self._rounds), step)
@@ -214,7 +218,7 @@ class Sender:
         return torch.zeros(states, width, dtype=target.dtype, device=target.device)
 
     def finish(self) -> None:
-        """Waits until everything that was sent is received."""
+        """Waits until the training ranks have received all sent rows."""
         while self._sending:
             self._wait_for_oldest()
 
@@ -229,11 +233,11 @@ def feed(
     lockstep: bool, until: int, evaluate: Callable[[Draft], Any] | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
-    """The loop of a rank that holds only the target, from the progress of the ranks that train on: `trainer.train` in
-    these does the other half. Advances `progress.step` until it is `until`, or until a rank asks to stop.
+    """The loop of a target rank, while training ranks run `trainer.train`. `progress` starts as the progress of the
+    training ranks. Advances `progress.step` to `until`, or until a rank asks to stop.
 
-    `lockstep` tells whether the target is sharded. `evaluate` gets `draft`, whose weights it overwrites by those that
-    are trained. Raises the error of this rank's target, and RankError if another rank fails.
+    `lockstep` tells whether the target is sharded. `evaluate` gets `draft`, and first overwrites the weights of `draft`
+    by the trained weights. Raises the error of this rank's target, and RankError if another rank fails.
     """
     sender = Sender(source, Deliveries.of(rows, progress, schedule, ranks), ranks, lockstep=lockstep)
     while progress.step < until:

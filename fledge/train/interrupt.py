@@ -20,10 +20,11 @@ class Interruption:
     """A context manager in which SIGINT (Ctrl-C), SIGTERM and SIGHUP set `requested` instead of ending the process.
 
     A second SIGINT raises KeyboardInterrupt, unless it arrives within `saving`. A second SIGTERM or SIGHUP has no
-    effect, since process managers often send them twice. If the first signal also ended Triton's assembler, the block
-    raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if it was, as under nohup. After a block
-    that raised LostRankError, SIGTERM is ignored: torchrun sends it before this rank has named the lost rank. `say` is
-    called with a message for each handled signal, from a thread: a signal handler may run in the middle of a print.
+    effect, since process managers often send a signal twice. If the first signal also ended Triton's assembler, the
+    block raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if SIGHUP was ignored before, as
+    under nohup. After a block that raised LostRankError, SIGTERM is ignored: torchrun sends SIGTERM before this rank
+    has named the lost rank. `say` is called with a message for each handled signal, from a thread: a signal handler may
+    run in the middle of a print.
     """
 
     def __init__(self, say: Callable[[str], None]):

@@ -33,9 +33,9 @@ MIN_TOKENS = 128  # the shortest row that is tried
 TOLERANCE = 0.1  # relative precision of the longest row that fits
 MAX_GROWTH = 8  # the next row to try is at most this many times as long as the longest that fits
 
-# runs a forward and backward pass; returns an object that keeps alive whatever is alive when the draft is updated
+# runs a forward and backward pass; returns an object that holds all tensors which are alive when the draft is updated
 RunStep = Callable[[Packed, Implementation], Any]
-Report = Callable[[int, "int | None"], None]  # called with the tokens of a row that was tried, and the bytes it takes
+Report = Callable[[int, "int | None"], None]  # called with a tried row's tokens and bytes (None: out of memory)
 
 
 class DoesNotFit(ValueError):
@@ -73,7 +73,7 @@ class Trial:
         """The peak of a row, and the bytes unusable for the other stream."""
         device, count = self.draft.device, sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
         if impl.prefetch:
-            torch.cuda.empty_cache()  # so that the reserved memory is this step's alone
+            torch.cuda.empty_cache()  # the reserved memory is then the step's alone
         torch.cuda.reset_peak_memory_stats(device)
         try:
             alive = self.step(row, impl)
@@ -90,7 +90,7 @@ class Trial:
 def choose(
     trial: Trial, candidates: Sequence[Implementation], available: int, report: Report = lambda *_: None
 ) -> tuple[Implementation, int]:
-    """Returns the first candidate whose step fits in `available` bytes, and the bytes that it takes.
+    """Returns the first candidate whose step fits in `available` bytes, and the step's bytes.
 
     If none fits, searches for the longest row that fits (`longest_row`, with `report`) and raises DoesNotFit with it.
     """
@@ -112,7 +112,7 @@ def longest_row(trial: Trial, impl: Implementation, available: int, report: Repo
     """The length in tokens of the longest row that fits in `available` bytes, to within a tenth.
 
     The returned length fits; a length at most a tenth above it does not. The trial's rows are resized to the lengths
-    tried. `report` is called with each length and the bytes it takes, or None if the device ran out of memory. Raises
+    tried. `report` is called with each length and the bytes of a row, or None if the device ran out of memory. Raises
     DoesNotFit if a row of MIN_TOKENS tokens does not fit.
     """
     limit = USABLE_FRACTION * available
@@ -139,8 +139,8 @@ def longest_row(trial: Trial, impl: Implementation, available: int, report: Repo
 def _next_length(bytes_of: dict[int, int | None], fits: int, too_long: int | None, limit: float) -> int:
     """The next length to try, given the longest length that fits and the shortest that does not (None: none known).
 
-    Extrapolates the bytes linearly to the limit, from `fits` and a second measured length. Long rows take minutes, so
-    the search needs few lengths: it first tries one that should just fit, then one that is longer by the tolerance.
+    Extrapolates the bytes linearly to the limit, from `fits` and a second measured length. A trial of a long row takes
+    minutes, so the search tries few lengths: first a length that should just fit, then a length above by the tolerance.
     """
     other = too_long if bytes_of.get(too_long) else max((n for n in bytes_of if n < fits), default=0)
     bytes_per_token = (bytes_of[fits] - bytes_of.get(other, 0)) / (fits - other)
@@ -152,8 +152,8 @@ def _next_length(bytes_of: dict[int, int | None], fits: int, too_long: int | Non
 def resize_row(row: Packed, tokens: int) -> Packed:
     """The row cut or repeated to `tokens` tokens.
 
-    A repeated row has distinct documents and spans. A cut row has the same share of supervised tokens, at its start,
-    and at least 3 of them, so that it has a live slot.
+    A repeated row has distinct documents and spans. A cut row has the same share of supervised tokens, at the start of
+    the row, but at least 3 supervised tokens, which give a live slot.
     """
     times = -(-tokens // row.token_T.numel())
     token, span, position, doc = (
@@ -196,8 +196,9 @@ EAGER_LOGITS = 6  # float32 copies of a tile's logits that the plain loss makes
 class Machine:
     """The devices of a run's `ranks`, of type `device` ("cuda" or "cpu").
 
-    `memory` is the bytes of a device, and `there` says whether the devices are this machine's. `apart` of the ranks
-    hold only the target (0: the ranks that train hold the target). `split` splits the target's layers over its ranks.
+    `memory` is the bytes of a device, and `there` says whether the devices are this machine's. `apart` is the number of
+    target ranks (0: the training ranks hold the target). `split` splits the target's layers over the ranks that hold
+    the target.
     """
 
     ranks: int
@@ -214,7 +215,7 @@ class Machine:
 
     @property
     def trains(self) -> int:
-        """The number of ranks that train. Each keeps an equal share of the optimizer's state."""
+        """The number of training ranks. Each training rank keeps an equal share of the optimizer's state."""
         return self.ranks - self.apart
 
     @property
@@ -262,7 +263,7 @@ class Work:
 
 
 def memory_parts(work: Work, impl: Implementation, machine: Machine) -> dict[str, int]:
-    """The bytes of each part of the memory of a rank that trains, at the largest moment of a step."""
+    """The bytes of each part of the memory of a training rank, at the largest moment of a step."""
     runs = work.runs and not machine.apart
     target = {"the target's embedding, head and last layer": work.weights.rest + work.weights.largest}
     step, target_pass = step_bytes(work, impl, machine.device), _pass_bytes(work, machine) if runs else 0
@@ -278,7 +279,7 @@ def memory_parts(work: Work, impl: Implementation, machine: Machine) -> dict[str
 
 
 def target_memory_parts(work: Work, machine: Machine) -> dict[str, int]:
-    """The bytes of each part of the memory of a rank that holds only the target."""
+    """The bytes of each part of the memory of a target rank, which holds only the target."""
     rows = -(-machine.trains // machine.apart) + AHEAD + 2  # to send (`Deliveries.sent`), and the computed row twice
     return _target(work, machine) | {
         "the draft's weights, to measure τ": model_bytes(work.draft),

@@ -1,7 +1,7 @@
 """The training step of a packed row: the loss of a draft's K steps from every live slot, and its gradients.
 
-The slots are processed in chunks. Each chunk runs all its steps, its loss and its backward pass before the next one
-starts, so that activation memory depends on the chunk's size, not on the row's length (`train/row_pass.py`).
+The slots are processed in chunks. A chunk runs all steps, the loss and the backward pass before the next chunk starts,
+so activation memory depends on the chunk's size, not on the row's length (`train/row_pass.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ttt_queued(
     is on the CPU; features and draft may be on any devices. `teacher` maps final hidden states [n, D] to the target's
     logits [n, V]; the teacher of slot t at step k is the target's distribution after x_{t+1+k}. `key` is the seed of
     the feature noise and of the dropped slots. A row without live slots gives zeros. Raises ValueError if the
-    objective's depth is not the one that the method requires (EAGLE-1: 1).
+    objective's depth is not the depth that the method requires (EAGLE-1: 1).
     """
     fixed = draft.family.trained_depth
     if fixed is not None and objective.depth != fixed:
@@ -45,7 +45,7 @@ def ttt_queued(
             f"{draft.family.title} trains {fixed} step, not {objective.depth}; set the objective's depth to {fixed}"
         )
     steps = row_pass(draft, row, features, objective, implementation, key)
-    # a chunk is not assigned to a variable, so that it is freed before the next one is computed
+    # no variable holds a chunk: a chunk is freed before the next chunk is computed
     parts = [
         _train_chunk(steps.chunk(slots), features, teacher, objective, implementation) for slots in steps.slot_chunks()
     ]

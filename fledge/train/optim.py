@@ -18,7 +18,7 @@ MOMENTUM = 0.95  # of Muon
 MUON_SCALE = 0.2  # the root mean square of AdamW's updates, about, which lets Muon use the same learning rates
 # Newton-Schulz iterations and their coefficients (Jordan 2024), which bring singular values near 1 in few iterations
 ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-VOCABULARY = ("lm_head", "embed_tokens")  # their rows are tokens: matrices that Muon leaves to AdamW
+VOCABULARY = ("lm_head", "embed_tokens")  # matrices with a row for each token, which Muon leaves to AdamW
 
 
 class MasterOptimizer:
@@ -28,13 +28,13 @@ class MasterOptimizer:
     the head, embeddings, norms and biases.
 
     `accumulate` adds the gradients of a backward pass, which are sums over slots, to float32 sums. `step` adds up the
-    sums of all ranks, scales them, clips them by their global norm, updates the master weights and copies them to the
-    parameters. A parameter without a gradient has a gradient of zeros. Weight decay applies to matrices only.
+    sums of all ranks, scales and clips the gradients by the global norm, updates the master weights and copies them to
+    the parameters. A parameter without a gradient has a gradient of zeros. Weight decay applies to matrices only.
 
-    With ranks that shard (`Ranks.shards`), master weights and moments are DTensors, of which each rank has a part, as
-    in ZeRO stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054): for 16-bit parameters, these are 12 of the 14 bytes per
-    parameter that training keeps between steps (8 of 10 for Muon's matrices). The parameters themselves stay whole on
-    every rank, since a training step reads them in many small parts. Muon's updates are computed by every rank.
+    With ranks that shard (`Ranks.shards`), master weights and moments are DTensors split over the ranks, as in ZeRO
+    stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054): for 16-bit parameters, the split tensors are 12 of the 14 bytes
+    per parameter that training keeps between steps (8 of 10 for Muon's matrices). The parameters stay whole on every
+    rank, since a training step reads parameters in many small parts. Every rank computes Muon's updates.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class MasterOptimizer:
         gpu = any(m.is_cuda for m in self.masters)
         variant = dict(fused=True) if gpu else dict(foreach=True)  # the fused kernel needs no temporary tensors
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, **variant)
-        for m in others:  # the moments exist before the first step, so that a checkpoint can be read into them
+        for m in others:  # moments exist before the first step, since reading a checkpoint overwrites them
             steps = torch.zeros((), dtype=torch.float32, device=m.device if gpu else "cpu")
             self.adamw.state[m] = {"step": steps, **{name: torch.zeros_like(m) for name in MOMENTS}}
 
     def accumulate(self) -> None:
-        """Adds the parameters' gradients to their sums, and clears them."""
+        """Adds the parameters' gradients to the float32 sums, and clears the gradients."""
         for i, p in enumerate(self.parameters):
             if p.grad is not None:
                 g = p.grad.to(torch.promote_types(p.dtype, torch.float32))
@@ -79,7 +79,7 @@ class MasterOptimizer:
         sums = [zeros_fp32(p) if g is None else g for p, g in zip(self.parameters, self.sums, strict=True)]
         self.sums = [None] * len(sums)
         grads = self.ranks.reduced(sums)
-        del sums  # of which the shards are all that is needed
+        del sums  # only the shards are needed
         torch._foreach_mul_(grads, scale)
         norm = nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -105,8 +105,8 @@ class MasterOptimizer:
         master.add_(self.ranks.distribute(update), alpha=-lr * MUON_SCALE * max(master.shape) ** 0.5)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that the next step depends on, by name: master weights, moments and numbers of steps. They are
-        not copies: what is written into them is restored by `restored`."""
+        """The tensors that the next step depends on, by name: master weights, moments and numbers of steps. The tensors
+        are not copies: after overwriting the tensors, call `restored`."""
         tensors = {f"{name}.master": m for name, m in zip(self.names, self.masters, strict=True)}
         for name, m in zip(self.names, self.masters, strict=True):
             tensors |= {f"{name}.{key}": x for key, x in self.adamw.state.get(m, {}).items()}
@@ -114,7 +114,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def restored(self) -> None:
-        """Continues with what was written into the tensors of `state`."""
+        """Continues with the values that were written into the tensors of `state`."""
         self._copy_to_parameters()
 
     def _copy_to_parameters(self) -> None:
@@ -123,7 +123,7 @@ class MasterOptimizer:
 
 
 def orthogonalized(matrix_MN: Tensor) -> Tensor:
-    """About the nearest matrix whose singular values are all 1 (between 0.7 and 1.2, for those that were not tiny).
+    """About the nearest matrix whose singular values are all 1 (between 0.7 and 1.2, except for tiny singular values).
 
     ITERATIONS steps of Newton and Schulz, X <- a X + (b X X' + c (X X')²) X, from a matrix of norm 1.
     """
@@ -137,7 +137,7 @@ def orthogonalized(matrix_MN: Tensor) -> Tensor:
 
 
 def state_bytes(draft: nn.Module, kind: str) -> int:
-    """The bytes of a draft's master weights and of what the optimizer keeps of them, in float32."""
+    """The bytes of a draft's master weights and of the optimizer's moments, in float32."""
     trained = [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
     return 4 * sum(p.numel() * (2 if _by_muon(name, p, kind) else 3) for name, p in trained)
 

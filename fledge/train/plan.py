@@ -60,8 +60,8 @@ def plan_steps(
 def step_inputs(row: Packed, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Token x_{t+1+k} and rotary position pos_t + k of each slot t at step k, both [S].
 
-    The row's last token has no successor and is never a live slot. It gets token 0, which affects only its own key,
-    and no slot reads that key.
+    The row's last token has no successor and is never a live slot. In place of a successor, the last token reads token
+    0, which affects only the last token's key, and no slot reads this key.
     """
     after, n = slots_S + 1 + k, row.token_T.numel()
     token = torch.where(after < n, row.token_T[after.clamp_max(n - 1)], 0)
@@ -69,10 +69,10 @@ def step_inputs(row: Packed, slots_S: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def teacher_rows(live: Sequence[Tensor], tokens: int, *, pad_rows: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """The tokens x_{t+1+k} of all slots t and steps k. The teacher is the target's distribution after each of them.
+    """The tokens x_{t+1+k} of all slots t and steps k. The teacher is the target's distribution after these tokens.
 
-    Returns their indices in the row (of `tokens` tokens), ascending int64 [P], and for each step the index of each
-    slot's token among those P. `pad_rows` repeats the last of the P, so that at least one of them belongs to no slot.
+    Returns the tokens' indices in the row (of `tokens` tokens), ascending int64 [P], and for each step the position of
+    each slot's token among the P indices. `pad_rows` repeats the last index, so at least one index belongs to no slot.
     """
     needed = torch.zeros(tokens, dtype=torch.bool)
     for k, slots in enumerate(live):
@@ -97,9 +97,9 @@ def key_range(slots: Tensor, document_starts: Tensor) -> tuple[int, int]:
 def chunk_slots(live: Sequence[Tensor], slots: int | None, document_starts: Tensor) -> list[list[Tensor]]:
     """Splits the slots of all steps into chunks of at most `slots` slots of step 0 (None: one chunk).
 
-    Returns for each chunk the slots of each step; at least one chunk, which is empty if there are no slots. A chunk
-    ends at the end of a document if it is then at least three quarters full: a chunk that starts inside a document has
-    to read the keys of the document's start again. `document_starts` are ascending token indices.
+    Returns for each chunk the slots of each step; without slots, a single empty chunk. A chunk that is at least three
+    quarters full at the end of a document ends with the document: a chunk that starts inside a document has to read
+    the keys of the document's start again. `document_starts` are ascending token indices.
     """
     n = live[0].numel()
     slots = slots or max(n, 1)
@@ -139,7 +139,7 @@ class DropTokens:
         """The slots trained at each depth: ascending int64 tensors, drawn with `key` as the seed.
 
         At depth 0, all live slots. At depth d, a random sample of each document's pool, of size
-        min(pool, int(live · share)). The pool is the slots live at depth d, and from depth 2 on only those of them that
+        min(pool, int(live · share)). The pool is the slots live at depth d; from depth 2 on, only the live slots that
         were kept at depth d - 1.
         """
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")

@@ -23,15 +23,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-PATIENCE = timedelta(seconds=5)  # for another rank to answer, or to say what it found, once a communication has failed
-REAPING_SECONDS = 1.0  # until the process that started a rank notices that it ended
+PATIENCE = timedelta(seconds=5)  # after a failed communication, the wait for another rank's answer or message
+REAPING_SECONDS = 1.0  # the wait until a rank's parent process notices the end of the rank
 POLL_SECONDS = 0.05
-SENTENCE = "what was lost"  # the key of the store; the first sentence stays
+SENTENCE = "what was lost"  # a key of the store; the store keeps the first message written
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where a rank runs. `parent` tells its siblings apart from processes of another container with the same host."""
+    """The process of a rank. `parent` tells sibling processes from processes of another container with the same
+    host."""
 
     host: str
     parent: int
@@ -42,11 +43,11 @@ class Process:
         return cls(socket.gethostname(), os.getppid(), os.getpid())
 
     def has_ended(self) -> bool:
-        """Whether it has ended; False if it cannot be known, as for those of another host."""
+        """Whether the process has ended; False if unknown, as for a process of another host."""
         ours = Process.current()
         if (self.host, self.parent) != (ours.host, ours.parent):
             return False
-        with contextlib.suppress(OSError):  # a process that has ended is a zombie until its parent asks for its status
+        with contextlib.suppress(OSError):  # an ended process is a zombie until the parent reads the exit status
             return Path(f"/proc/{self.id}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         try:
             os.kill(self.id, 0)
@@ -66,15 +67,15 @@ def lost_sentence(
     error: BaseException, where: str, seconds: float, rank: int, processes: Sequence[Process], host: Any, store: Any,
     awaited: int | None = None,
 ) -> str:  # fmt: skip
-    """What to say of a communication of this `rank` that failed after `seconds` seconds: which ranks ended, or did not
-    answer. All ranks get the sentence of the first of them, through the `store`, if it still answers.
+    """The message for a communication of `rank` that failed after `seconds` seconds: names the ranks that ended or did
+    not answer. All ranks get the first rank's message through the `store`, if the store still answers.
 
-    `host` is the gloo group of all ranks. `awaited` is the rank that was communicated with, if it was one. Takes up to
-    twice PATIENCE.
+    `host` is the gloo group of all ranks. `awaited` is the rank at the other end of the communication (None: all
+    ranks communicated). Takes up to twice PATIENCE.
     """
     total = len(processes)
-    with contextlib.suppress(RuntimeError):  # the process that had the store has ended
-        if store.check([SENTENCE]):  # this rank comes late, and others may have ended because of that
+    with contextlib.suppress(RuntimeError):  # the process of the store has ended
+        if store.check([SENTENCE]):  # another rank has named the lost rank, and further ranks may have ended since
             return str(store.get(SENTENCE).decode())
     if ended := _ended(processes):
         found = f"{_named(ended, total)} ended {where}; see {'its' if len(ended) == 1 else 'their'} log"
@@ -85,7 +86,7 @@ def lost_sentence(
             dist.monitored_barrier(host, PATIENCE, wait_all_ranks=True)
         except RuntimeError as e:
             missing = _missing(e)
-    if not missing and rank:  # rank 0 alone hears of the others
+    if not missing and rank:  # only rank 0 learns which ranks are missing
         with contextlib.suppress(RuntimeError):
             store.wait([SENTENCE], PATIENCE)
             return str(store.get(SENTENCE).decode())
@@ -95,13 +96,13 @@ def lost_sentence(
 
 
 def duration(seconds: float) -> str:
-    """A time in seconds, or from two minutes on in minutes."""
+    """A duration as text: in seconds, or in minutes from two minutes on."""
     count, unit = (round(seconds), "second") if seconds < 120 else (round(seconds / 60), "minute")
     return f"{count:,} {unit}{'s' * (count != 1)}"
 
 
 def _ended(processes: Sequence[Process]) -> list[int]:
-    """The ranks that have ended; waits a little for one, as its connection is closed before it has ended."""
+    """The ranks that have ended. Waits up to REAPING_SECONDS: a rank's connection closes before the process ends."""
     until = time.monotonic() + REAPING_SECONDS
     while True:
         ended = [rank for rank, process in enumerate(processes) if process.has_ended()]
@@ -121,7 +122,7 @@ def _named(ranks: Sequence[int], total: int) -> str:
 
 
 def _agreed(store: Any, sentence: str) -> str:
-    """The sentence, or that of another rank, if one was first."""
+    """The first message that a rank has put in the store; `sentence` if the store does not answer."""
     try:
         return str(store.compare_set(SENTENCE, "", sentence).decode()) or sentence
     except RuntimeError:
@@ -136,31 +137,33 @@ RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of the last c
 
 
 class RankError(ConnectionError):
-    """Another rank failed, ended or did not answer within the time limit. The message names it."""
+    """Another rank failed, ended or did not answer within the time limit. The message names the rank."""
 
 
 class LostRankError(RankError):
-    """Another rank ended, or did not answer: the run can be continued. From then on SIGTERM is ignored, since torchrun
+    """Another rank ended, or did not answer: the run can be continued. Once raised, SIGTERM is ignored, since torchrun
     may send SIGTERM before this rank has named the lost rank."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that train one draft together. The defaults are a run of a single process, which communicates nothing.
+    """The ranks that train one draft together. The defaults are a run of a single process, without communication.
 
-    Each rank computes the gradient of its own rows, a sum over slots. `reduced` adds these sums up and gives each rank
-    the part that it updates, and `whole` collects the updated weights. With `placement` "shard", every rank keeps and
-    updates an equal part of the float32 weights and of the optimizer's moments; with "replicate", each rank keeps all.
+    Each training rank computes the gradient of its own rows, a sum over slots. `reduced` adds the ranks' sums and gives
+    each rank the part to update, and `whole` collects the updated weights. With `placement` "shard", every rank keeps
+    and updates an equal part of the float32 weights and of the optimizer's moments; with "replicate", each rank keeps
+    all weights and moments.
 
-    `target_ranks` more ranks, numbered from `size` on, hold only the target and send hidden states to those that train
-    (`fledge.train.feed`). Of this class, they use the part on agreement alone.
+    The ranks below `size` are training ranks. `target_ranks` more ranks are target ranks, which hold only the target
+    and send hidden states to the training ranks (`fledge.train.feed`). Target ranks use only the methods under
+    "agreement".
 
-    `mesh` is the device mesh of the ranks that train; in a rank that holds only the target, that of these ranks.
-    `training` is the group of the ranks that train, for tensors on the device and in host memory (None: of all ranks).
-    `host` and `saving` are gloo groups for objects in host memory: one of all ranks for the training loop, and one of
-    the ranks that train for checkpoints, which are written meanwhile. `feeds` has a group for each rank that holds only
-    the target, of it and those that train. `limit` is the longest that one rank waits for another. `processes` are
-    those of all ranks, and `store` is what they agree through when one is lost.
+    `mesh` is the device mesh of the training ranks; in a target rank, the device mesh of the target ranks. `training`
+    is the group of the training ranks, for tensors on the device and in host memory (None: all ranks). `host` and
+    `saving` are gloo groups for objects in host memory. `host` has all ranks, and serves the training loop. `saving`
+    has the training ranks, and serves checkpoints, which are written during the training loop. `feeds` has a group for
+    each target rank, of the target rank and all training ranks. `limit` is the longest wait of a rank for another rank.
+    `processes` has the process of every rank. Through `store`, the ranks agree on the message about a lost rank.
     """
 
     rank: int = 0
@@ -188,7 +191,7 @@ class Ranks:
 
     @property
     def trains(self) -> bool:
-        """Whether this rank trains the draft; else it holds only the target."""
+        """Whether this is a training rank; False: a target rank, which holds only the target."""
         return self.rank < self.size
 
     @property
@@ -201,8 +204,8 @@ class Ranks:
     def shares(self, weights: Sequence[float]) -> list[list[int]]:
         """The indices of a step's rows that each rank computes, ascending, given the work of each row.
 
-        Every rank gets as many rows as the others, or one less; among these ways, the heaviest rows are given first,
-        each to the rank with the least work so far.
+        A rank gets at most ceil(rows / ranks) rows, so all ranks get as many rows if the number of rows is a multiple
+        of the number of ranks. The heaviest rows are given first, each to the rank with the least work so far.
         """
         room = -(-len(weights) // self.size)
         work, own = [0.0] * self.size, [[] for _ in range(self.size)]
@@ -215,12 +218,13 @@ class Ranks:
     # -- gradients and weights --------------------------------------------------------------------------------------
 
     def distribute(self, whole: Tensor) -> Tensor:
-        """What this rank keeps of a tensor that every rank has: a DTensor with its part, or the tensor itself."""
+        """This rank's share of `whole`, a tensor that every rank has: a DTensor split along axis 0, or without shards
+        `whole` itself."""
         return distribute_tensor(whole, self.mesh, [Shard(0)]) if self.shards and whole.dim() else whole
 
     def reduced(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over all ranks of tensors that each rank has its own values of, placed as `distribute` places them.
-        Without shards, the tensors are overwritten."""
+        """The sums of the training ranks' tensors over these ranks, placed as by `distribute`. Without shards, the
+        tensors are overwritten."""
         if self.size == 1:
             return list(sums)
         if not self.shards:
@@ -231,12 +235,12 @@ class Ranks:
         return [x.redistribute(placements=[Shard(0) if x.dim() else Replicate()]) for x in parts]
 
     def whole(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole tensor of which `distribute` gave each rank a part, in a dtype, on every rank."""
+        """The reverse of `distribute`: the whole tensor in a dtype, on every rank."""
         kept = kept.to(dtype)
         return kept.full_tensor() if isinstance(kept, DTensor) else kept
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks that train, in place, on its device or in host memory."""
+        """The sum of a tensor over the training ranks, in place, on the tensor's device or in host memory."""
         if self.size > 1:
             dist.all_reduce(x, group=self.training)
         return x
@@ -244,13 +248,13 @@ class Ranks:
     # -- agreement --------------------------------------------------------------------------------------------------
 
     def meet(self, where: str, told: T, failure: BaseException | None = None, *, group: Any = None) -> list[T]:
-        """Waits for every rank, and returns what each of them told, by rank.
+        """Waits for every rank, and returns the values `told` by all ranks, by rank.
 
-        Called before the ranks communicate on the device, where a rank that does not come would leave the others
-        waiting. If a rank came with a `failure`, that rank raises it, and all others a RankError that names the rank
-        and the failure; if not all failed alike, the failure has a note that does so too (`error_sentence`). Raises
-        LostRankError, naming the rank, if one has ended or does not come within `limit`. `group` is `host` or `saving`,
-        which has only the ranks that train.
+        Called before the ranks communicate on the device, where a missing rank would leave the others waiting. A rank
+        with a `failure` raises the failure, and all other ranks raise a RankError that names the rank and the failure.
+        Unless all ranks failed alike, the failure also gets a note with the rank (`error_sentence`). Raises
+        LostRankError, naming the rank, if a rank has ended or does not come within `limit`. `group` is `host` (None) or
+        `saving`, which has only the training ranks.
         """
         group = group or self.host
         size = self.size if group is self.saving else self.total
@@ -267,7 +271,7 @@ class Ranks:
             dist.all_gather_object(answers, (message, told), group=group)
         except RuntimeError as e:
             if failure is not None:
-                if not isinstance(failure, RankError):  # which names a rank already
+                if not isinstance(failure, RankError):  # a RankError names a rank already
                     failure.add_note(named.format(self.rank, message))
                 raise failure from e
             raise self._lost(e, where, began) from e
@@ -282,8 +286,8 @@ class Ranks:
 
     @contextmanager
     def collective(self, where: str, awaited: int | None = None) -> Iterator[None]:
-        """Context manager: a block in which the ranks communicate, or this one with the rank `awaited`. Raises
-        LostRankError, naming the rank, if one ends or does not answer meanwhile."""
+        """Context manager: a block in which all ranks communicate, or this rank with the rank `awaited`. Raises
+        LostRankError, naming the lost rank, if a rank ends or does not answer during the block."""
         began = time.monotonic()
         try:
             yield
@@ -295,15 +299,15 @@ class Ranks:
     def _lost(self, error: RuntimeError, where: str, began: float, awaited: int | None = None) -> LostRankError:
         seconds = time.monotonic() - began
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end this rank before it names the lost rank
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end this rank before the error message
         return LostRankError(
             lost_sentence(error, where, seconds, self.rank, self.processes, self.host, self.store, awaited)
         )
 
     @contextmanager
     def together(self, where: str) -> Iterator[None]:
-        """Context manager: a block that all ranks run, after which they meet, so that an error in one ends all. The
-        ranks must not communicate in the block."""
+        """Context manager: a block that all ranks run. The ranks meet after the block, where an error in one rank ends
+        all ranks. The ranks must not communicate in the block."""
         failure = None
         try:
             yield
@@ -312,7 +316,7 @@ class Ranks:
         self.meet(where, None, failure)
 
     def from_first(self, value: T) -> T:
-        """The value that rank 0 has, on all ranks."""
+        """Rank 0's value, on all ranks."""
         if self.total == 1:
             return value
         box = [value]
@@ -321,7 +325,7 @@ class Ranks:
 
     @torch.no_grad()
     def copy_from_first(self, tensors: Sequence[Tensor], *, to_all: bool = False) -> None:
-        """Overwrites tensors on the device by those of rank 0, in the ranks that train; with `to_all`, in all ranks."""
+        """Overwrites tensors on the device by rank 0's tensors, in the training ranks; with `to_all`, in all ranks."""
         if (self.total if to_all else self.size) > 1:
             for x in tensors:
                 dist.broadcast(x.detach(), src=0, group=None if to_all else self.training)
@@ -341,14 +345,14 @@ def restart_count() -> int:
 
 
 def error_sentence(error: object) -> str:
-    """What to print of an error: its message, or the note that `Ranks.meet` made of it."""
+    """The text to print for an error: the note of `Ranks.meet` if there is a note, or else the error's message."""
     return next((n for n in getattr(error, "__notes__", []) if n.endswith(str(error))), str(error))
 
 
 def first_to_say(message: str) -> bool:
-    """Whether this process is the first of all ranks to say this, so that an error of all of them is printed once.
+    """Whether this process is the first rank to say `message`, so that an error of all ranks is printed once.
 
-    torchrun's store counts, which is there before the ranks are connected and after an error. True if it is not there.
+    Counts in torchrun's store, which works before the ranks are connected and after an error. True without the store.
     """
     if not started_by_torchrun():
         return True
@@ -362,7 +366,7 @@ def first_to_say(message: str) -> bool:
 
 
 def local_rank() -> int:
-    """The number of this process among those on its host; its GPU has the same number."""
+    """The number of this process among the ranks of this host, which is also the number of the process's GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -370,8 +374,8 @@ def local_rank() -> int:
 def connected(device: torch.device, placement: str, limit: timedelta, target_ranks: int = 0) -> Iterator[Ranks]:
     """Context manager: joins the ranks that torchrun has started, or yields the ranks of a single process.
 
-    `device` is this rank's device: ranks on GPUs communicate through NCCL, those on CPUs through gloo. The last
-    `target_ranks` of them hold only the target.
+    `device` is this rank's device: ranks on GPUs communicate through NCCL, ranks on CPUs through gloo. The last
+    `target_ranks` ranks hold only the target.
     """
     if not started_by_torchrun():
         yield ALONE
@@ -380,7 +384,7 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
     if gpu:
         torch.cuda.set_device(device)
     store, rank, total = next(dist.rendezvous("env://", timeout=limit))
-    # torchrun's store outlives a restart; without a prefix, ranks would read the addresses of those that have ended
+    # torchrun's store outlives a restart; without a prefix, ranks would read the addresses of ended ranks
     store = dist.PrefixStore(f"restart {restart_count()}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=total, timeout=limit,
@@ -393,21 +397,21 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
         yield replace(ranks, processes=tuple(processes), store=store)
     finally:
         dist.destroy_process_group()
-        # After a collective, gloo's threads still have to release its tensors, for which they need Python's GIL. A
-        # thread that waits for the GIL when the interpreter ends aborts the process (pytorch issue 190489).
+        # After a collective, gloo's threads take Python's GIL to release the collective's tensors. A thread that waits
+        # for the GIL when the interpreter ends aborts the process (pytorch issue 190489).
         time.sleep(RELEASE_SECONDS)
 
 
 def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, size: int, target_ranks: int) -> Ranks:
-    """The ranks, with their groups. All ranks make each group, in the same order, except `saving`, which only the ranks
-    that train make; it is None on the others."""
+    """The ranks, with their process groups. All ranks make the groups, in the same order, except `saving`: only the
+    training ranks make `saving`, which is None on target ranks."""
     host = dist.new_group(backend="gloo", timeout=limit)
     if not target_ranks:
         mesh = init_device_mesh(device.type, (size,))
         return Ranks(rank, size, placement, mesh, host, dist.new_group(backend="gloo", timeout=limit), limit)
     first, others = list(range(size)), list(range(size, size + target_ranks))
-    # made by its members alone: otherwise, ranks outside a group split the NCCL communicator for it, members of a gloo
-    # group do not, and each waits for the other
+    # made by the members alone: otherwise, ranks outside the group split the NCCL communicator, members of a gloo group
+    # do not, and both wait for each other
     saving = dist.new_group(first, backend="gloo", timeout=limit, use_local_synchronization=True)
     training, targets = (dist.new_group(members, timeout=limit) for members in (first, others))
     # a group for each sender, since a group's sends wait for each other

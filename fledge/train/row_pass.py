@@ -70,9 +70,9 @@ class Objective:
 class RowPass:
     """The forward and backward passes of one row: the first pass over all tokens, then chunks of slots.
 
-    A slot reads other slots only through the keys and values of the first pass, which therefore computes those for the
-    whole row. The chunks' gradients for the first pass are summed, and the first pass is backpropagated once at the
-    end.
+    A slot reads other slots only through the keys and values of the first pass, which therefore computes keys and
+    values for the whole row. The chunks' gradients for the first pass are summed, and the first pass is backpropagated
+    once at the end.
 
     `trained` are the slots trained at each step. `gradients` sums the parameters' gradients; None if gradients are
     disabled.
@@ -93,12 +93,13 @@ class RowPass:
         self.first_gradients: list[Tensor] = []  # summed over the chunks, one for each of `first.tensors()`
 
     def first_pass(self, states_TAD: Tensor) -> FirstPass:
-        """What all slots may read of every token, from the target's hidden states (`Draft.select_states`)."""
+        """The state, keys and values of every token that slots may read, from the target's hidden states
+        (`Draft.select_states`)."""
         raise NotImplementedError
 
     def steps(self, first: FirstPass, slots: list[Tensor], needed_P: Tensor, rows: list[Tensor]) -> Steps:
-        """The forward pass of a chunk's steps. `slots` are its slots at each step; `needed_P` and `rows` are those of
-        `teacher_rows`."""
+        """The forward pass of a chunk's steps. `slots` are the chunk's slots at each step; `needed_P` and `rows` are
+        the results of `teacher_rows`."""
         raise NotImplementedError
 
     def slot_chunks(self) -> list[list[Tensor]]:
@@ -106,14 +107,14 @@ class RowPass:
         return chunk_slots(self.trained, self.implementation.slots, self.document_starts)
 
     def chunk(self, slots: list[Tensor]) -> Chunk:
-        """Runs the forward pass of a chunk's steps; `slots` are its slots at each step."""
+        """Runs the forward pass of a chunk's steps; `slots` are the chunk's slots at each step."""
         first = self.first.cut(*key_range(slots[0], self.document_starts))
         needed, rows = teacher_rows(slots, self.row.token_T.numel(), pad_rows=self.implementation.pads_rows)
         return Chunk(self, slots, first, needed, rows, self.steps(first, slots, needed, rows))
 
     def collect(self, first: FirstPass) -> None:
-        """Adds a chunk's gradients for the first pass. Those of keys and values are summed in float32, since several
-        chunks may read the same ones."""
+        """Adds a chunk's gradients for the first pass. Gradients of keys and values are summed in float32, since
+        several chunks may read the same keys and values."""
         whole = self.first.tensors()
         if not self.first_gradients:
             wide = [x.dtype if i == 0 else torch.promote_types(x.dtype, torch.float32) for i, x in enumerate(whole)]
@@ -133,7 +134,7 @@ class RowPass:
 
 
 class EaglePass(RowPass):
-    """Training-time test (TTT, EAGLE-3, section 3.2): K steps from every slot, each of which reads the step before it.
+    """Training-time test (TTT, EAGLE-3, section 3.2): K steps from every slot, and each step reads the previous step.
 
     EAGLE-1 trains the first step only. P-EAGLE's depths are steps that read a mask token and a learned state instead of
     the previous step's output, with fewer slots at greater depths.
@@ -189,7 +190,7 @@ class EaglePass(RowPass):
         for k, plan in enumerate(plans):
 
             def attend(layer: int, q: Tensor, keys: Tensor | None, values: Tensor | None, plan=plan) -> Tensor:
-                if keys is not None:  # at step 0 they come from the first pass
+                if keys is not None:  # at step 0, keys and values come from the first pass
                     own[layer].append((keys, values))
                 return ttt_attention(q, *first.keys[layer], own[layer], plan.queries, attention)
 
@@ -257,7 +258,7 @@ class FirstPass:
         return [self.state, *(x for pair in self.keys for x in pair)]
 
     def cut(self, start: int, end: int) -> FirstPass:
-        """The tokens [start, end), detached from the graph: leaves that collect the gradients of one chunk."""
+        """The tokens [start, end), detached from the graph: leaf tensors, which collect a chunk's gradients."""
         leaves = [x.detach()[start:end].requires_grad_(x.requires_grad) for x in self.tensors()]
         return FirstPass(start, leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)))
 
@@ -276,8 +277,8 @@ class Steps:
 class Chunk:
     """A chunk of slots after the forward pass of its steps.
 
-    `slots` are its slots at each step. `needed_P` and `rows` are the tokens after which the teacher is needed, and each
-    step's rows among them (`teacher_rows`).
+    `slots` are the chunk's slots at each step. `needed_P` are the tokens after which the teacher is needed, and `rows`
+    the indices of each step's tokens in `needed_P` (`teacher_rows`).
     """
 
     row_pass: RowPass

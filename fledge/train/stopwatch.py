@@ -1,9 +1,10 @@
 """The seconds of a training step by part.
 
 On a GPU, launches are asynchronous, and only the device knows when a part began: each mark is a CUDA event on the
-stream that trains. The events are read after the step, which has waited for the device by then, so that measuring adds
-no synchronization. A part is what this stream did or waited for: where the target runs ahead on another stream,
-`target` is only what the draft had to wait for it, and a delay of the host counts in the part that it delayed.
+stream that trains. `Stopwatch.read` reads the events after the step, when the step has already waited for the device,
+so measuring adds no synchronization. A part is the time in which the training stream worked or waited: where the target
+runs ahead on another stream, `target` is only the draft's wait for the target, and a delay of the host counts in the
+delayed part.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Stopwatch:
         self._marks.append((part, self._now()))
 
     def end(self) -> None:
-        """Ends the last part. It has to be called before the device is waited for, and `read` afterwards."""
+        """Ends the last part. Must be called before waiting for the device, and `read` after waiting."""
         self._marks.append((None, self._now()))
 
     def read(self) -> dict[str, float]:
-        """The seconds of each of PARTS since it was read last."""
+        """The seconds of each of PARTS since the last `read`."""
         marks, self._marks = self._marks, []
         seconds = dict.fromkeys(PARTS, 0.0)
         for (part, start), (_, end) in pairwise(marks):
@@ -46,7 +47,7 @@ class Stopwatch:
         return seconds
 
     def rows(self, rows: RowIterator) -> Iterator:
-        """The same rows. Waiting for a row counts as `data`, and what follows as `target`."""
+        """Yields the same rows. The wait for a row counts as `data`, and the time after a row arrives as `target`."""
         while True:
             self.begin(DATA)
             row = next(rows, None)

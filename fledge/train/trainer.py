@@ -1,7 +1,7 @@
 """The training loop. A run can be stopped after any step; a resumed run gives bit-identical results.
 
 Several ranks train one draft by the same loop: each computes some rows of a step, the gradients are summed, and the
-update is that of a single process on all rows (`fledge.train.ranks`).
+update equals the update of a single process on all rows (`fledge.train.ranks`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Attach = Callable[[Draft, dict[str, Any]], Mapping[str, bytes]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The hyperparameters of a run. Counts are optimizer steps, unless named otherwise. `rows_per_step` are those of
-    all ranks together.
+    """The hyperparameters of a run. Counts are optimizer steps, unless named otherwise. `rows_per_step` counts the rows
+    of all ranks together.
 
     `lr` is the peak learning rate, `warmup` the share of `steps` in which it rises, `optimizer` the `kind` of
     `MasterOptimizer`, `clip` the largest gradient norm.
@@ -69,11 +69,11 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """The progress of a run. With the optimizer's state, it is all that resuming needs.
+    """The progress of a run. Resuming needs only the progress and the optimizer's state.
 
-    `step` is the number of optimizer steps done, and `address` that of the next row (epoch, index of the row within the
-    epoch). `best_tau` and `best_step` belong to the draft with the best evaluation. `seconds` is the time spent in
-    optimizer steps.
+    `step` is the number of optimizer steps done, and `address` the address of the next row (epoch, index of the row
+    within the epoch). `best_tau` and `best_step` belong to the draft with the best evaluation. `seconds` is the time
+    spent in optimizer steps.
     """
 
     step: int = 0
@@ -102,15 +102,15 @@ def train(
     """Trains until `schedule.steps`, or until interrupted. Saves a checkpoint in either case, and returns the progress.
 
     The draft with the best τ of `evaluate` is written to `run.draft`, or the last draft if no τ was measured, together
-    with the files, by path, that `attach` makes of it and of its metrics. `report` is called with each step's metrics,
-    which are also written to metrics.jsonl, and `say` with a message on an interruption. A run is interrupted by
-    signals (see `Interruption`), or if `stop`, called after each step, returns True. Raises ValueError if `resume` is
-    given and the checkpoint does not belong to this run, and FloatingPointError if a gradient is not finite.
+    with the files, by path, that `attach` makes of the draft and the metrics. `report` is called with each step's
+    metrics, which are also written to metrics.jsonl, and `say` with a message on an interruption. A run is interrupted
+    by signals (see `Interruption`), or if `stop`, called after each step, returns True. Raises ValueError if `resume`
+    is given and the checkpoint does not belong to this run, and FloatingPointError if a gradient is not finite.
 
-    Of several `ranks`, each calls this with the same arguments; `evaluate` may share its prompts among them, and
-    `attach` is called by all. Rank 0 alone writes and reports. All stop after the same step. An error in one of them
-    ends all of them, each with that error's reason (`Ranks.meet`). Ranks that hold only the target call `feed_draft`
-    instead; `source` is then `ReceivedFeatures`.
+    Of several `ranks`, each training rank calls `train` with the same arguments; `evaluate` may share prompts among
+    ranks, and all training ranks call `attach`. Rank 0 alone writes and reports. All ranks stop after the same step. An
+    error in one rank ends all ranks, with a message that names the error (`Ranks.meet`). Target ranks call `feed_draft`
+    instead; `source` is then `ReceivedFeatures` in the training ranks.
     """
     with ranks.collective(BEFORE):
         ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
@@ -128,14 +128,14 @@ def train(
         run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
 
     def publish(metrics: dict[str, Any]) -> None:
-        # the ranks that hold only the target do not meet here
+        # target ranks do not meet here
         with nullcontext() if ranks.target_ranks else ranks.together("while the draft was written"):
             more = attach(draft, metrics)
             if ranks.leads:
                 run.publish(draft, save_dtype, more)
 
     with ranks.collective(BEFORE):
-        ranks.from_first(progress)  # for the ranks that hold only the target
+        ranks.from_first(progress)  # for the target ranks
     watch, saving_seconds = Stopwatch(draft.device), 0.0  # since the last line of metrics
     upcoming_features = upcoming_rows(rows, progress, schedule, source, draft.device, ranks, watch)
     with (
@@ -205,7 +205,7 @@ def train(
 
 @contextmanager
 def _metrics_log(run: RunDirectory, ranks: Ranks) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Context manager: a function that appends a step's metrics to metrics.jsonl. Only rank 0's writes."""
+    """Context manager: a function that appends a step's metrics to metrics.jsonl, and writes in rank 0 only."""
     if not ranks.leads:
         yield lambda metrics: None
         return
@@ -221,7 +221,7 @@ def _metrics_log(run: RunDirectory, ranks: Ranks) -> Iterator[Callable[[dict[str
 def _resumed(
     run: RunDirectory, optimizer: MasterOptimizer, schedule: Schedule, rows: Rows, ranks: Ranks
 ) -> Progress | None:
-    """Restores the optimizer from the last checkpoint, and returns the progress there; None if there is none."""
+    """Restores the optimizer from the last checkpoint. Returns the checkpoint's progress; None without a checkpoint."""
     saved = run.load_progress()
     if saved is None:
         return None
@@ -235,7 +235,7 @@ def _resumed(
 
 
 def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
-    """The progress in a checkpoint. Raises LookupError, TypeError or ValueError for that of another run."""
+    """The progress in a checkpoint. Raises LookupError, TypeError or ValueError for the progress of another run."""
     epoch, row = saved["address"]
     progress = Progress(**saved | {"address": (epoch, row)})  # JSON has no tuples
     if progress.step > steps or row >= len(rows.epoch(epoch)):
@@ -247,8 +247,8 @@ def feed_draft(
     draft: Draft, rows: Rows, source: LiveFeatures, schedule: Schedule, ranks: Ranks, *, lockstep: bool,
     evaluate: Callable[[Draft], dict[str, Any]] | None = None,
 ) -> Progress:  # fmt: skip
-    """What a rank that holds only the target does while others `train`. Returns the progress, of which it knows the
-    step. `lockstep` tells whether the target is sharded; `evaluate` gets `draft` with the weights that are trained."""
+    """The work of a target rank while the training ranks `train`. Returns the progress, of which only `step` is kept up
+    to date. `lockstep` tells whether the target is sharded; `evaluate` is as in `feed`."""
     with ranks.together(BEFORE):
         pass
     with ranks.collective(BEFORE):
@@ -262,8 +262,8 @@ def feed_draft(
 
 
 def _tell(error: Exception, source: ReceivedFeatures, step: int, ranks: Ranks, *, evaluates: bool) -> None:
-    """Raises an error of a step in which the ranks have met already, where the ranks that hold only the target hear of
-    it: when they meet next. Before, these send the rows of the next step, unless τ `evaluates` first."""
+    """Raises an error that occurred after a step's meeting. Raises at the next meeting, where the target ranks learn of
+    the error. Before the next meeting, the target ranks send the rows of the next step, unless τ `evaluates` first."""
     if not evaluates:
         source.finish(step + 2)
     ranks.meet(f"in step {step + 1}", None, error)
@@ -279,8 +279,8 @@ def upcoming_rows(
     rows: Rows, progress: Progress, schedule: Schedule, source: FeatureSource, device: torch.device, ranks: Ranks,
     watch: Stopwatch | None = None,
 ) -> Iterator[Iterator[tuple[Packed, Features]]]:  # fmt: skip
-    """Context manager: `own_rows` with their features. Nothing is read ahead any more after the block. A `watch`
-    measures the waiting for rows."""
+    """Context manager: `own_rows` with the rows' features. Reading ahead ends with the block. A `watch` measures the
+    wait for rows."""
     if ranks.target_ranks:
         source.begin(Deliveries.of(rows, progress, schedule, ranks))
     with closing(source.ahead(own_rows(rows, progress, schedule, ranks))) as ahead:
@@ -290,8 +290,8 @@ def upcoming_rows(
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of an optimizer step over all ranks: the rows' summed metrics, their number of tokens without filler,
-    the learning rate, the gradient norm, and whether a rank asked to stop after it."""
+    """The result of an optimizer step over all ranks: the rows' summed metrics, the rows' tokens without filler, the
+    learning rate, the gradient norm, and whether a rank asked to stop after the step."""
 
     total: RowSums
     tokens: int
@@ -305,12 +305,12 @@ def optimizer_step(
     optimizer: MasterOptimizer, progress: Progress, ranks: Ranks = ALONE, stopping: Callable[[], bool] = lambda: False,
     watch: Stopwatch | None = None,
 ) -> StepResult:  # fmt: skip
-    """One optimizer step over the next `rows_per_step` rows; advances `progress.address`. `upcoming` has this rank's.
-    `watch` measures the parts of the step on this rank.
+    """One optimizer step over the next `rows_per_step` rows; advances `progress.address`. `upcoming` yields this rank's
+    rows with features. `watch` measures the parts of the step on this rank.
 
     The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks. Raises FloatingPointError,
-    with the probable cause, if its norm is not finite; the draft must not be saved then. Raises RankError if another
-    rank fails, ends or does not answer.
+    with the probable cause, if the gradient's norm is not finite; the draft must not be saved then. Raises RankError if
+    another rank fails, ends or does not answer.
     """
     draft.train()
     watch = watch or Stopwatch(draft.device)
@@ -327,9 +327,9 @@ def optimizer_step(
             key = f"{schedule.seed} {progress.step} {d.index}"
             result = ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key)
             results.append(result)
-            del features  # frees their memory before `upcoming` starts the row after the next
+            del features  # frees the memory before `upcoming` starts the row after the next
             optimizer.accumulate()
-    except Exception as e:  # which the other ranks must hear of
+    except Exception as e:  # the meeting reports the error to all ranks
         failure = e
         if ranks.target_ranks or (isinstance(source, LiveFeatures) and source.target.sharded):
             _drop(upcoming, left)
@@ -352,7 +352,7 @@ def optimizer_step(
         norm = norm.item()
         if not math.isfinite(norm):
             flags = torch.zeros(len(shared))
-            for d in own:  # all of them: sharded targets run on the rows together
+            for d in own:  # all rows: the ranks of a sharded target run on rows together
                 flags[d.index] = not source.finite(rows[d.address])
             flags = ranks.sum(flags).tolist()
             cause = _nonfinite_cause([d for d in shared if flags[d.index]], draft, progress.step)
@@ -361,16 +361,16 @@ def optimizer_step(
 
 
 def _drop(upcoming: Iterator[tuple[Packed, Features]], count: int) -> None:
-    """Takes the features of a step's remaining rows, for which other ranks may wait (to send them, or to compute them
-    together), after an error which counts more than another one here."""
+    """Takes the features of a step's remaining rows after an error, since other ranks may wait to send or to compute
+    the features. Suppresses further errors: the first error is reported."""
     with contextlib.suppress(Exception):
         for _ in range(count):
             next(upcoming)
 
 
 def _nonfinite_cause(damaged: Sequence[Delivery], draft: Draft, steps_done: int) -> str:
-    """The probable cause of a gradient that is not finite, and the remedy: the target's hidden states if those of the
-    `damaged` rows are not, the initial draft, or the learning rate."""
+    """The probable cause of a gradient that is not finite, and the remedy. The cause is the target if hidden states of
+    rows are not finite (`damaged`), else in the first step the initial draft, else the learning rate."""
     dtype = str(draft.dtype).split(".")[-1]
     if damaged:
         places = " and ".join(f"row {d.index + 1} (rank {d.rank})" for d in damaged)
@@ -428,11 +428,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def with_features(
     rows: Iterable[Packed], features: Callable[[Packed], Features], device: torch.device, *, prefetch: bool
 ) -> Iterator[tuple[Packed, Features]]:
-    """Yields each row with its features.
+    """Yields each row with the row's features.
 
     With `prefetch` (CUDA only), the next row's features are started on a side stream before a row is yielded, so that
     the target's forward pass overlaps with the draft's training step. This needs memory for the features of two rows,
-    or of three if the caller still holds a row's features when it asks for the next row.
+    or of three if the caller still holds a row's features when asking for the next row.
     """
     if not prefetch:
         for row in rows:
@@ -453,4 +453,4 @@ def with_features(
         current = [upcoming]
         torch.cuda.current_stream(device).wait_stream(stream)
         upcoming = start_next()
-        yield current.pop()  # so that no reference is left here
+        yield current.pop()  # `pop` leaves no reference to the features here

@@ -1,1 +1,1 @@
-"""The parts of `fledge train`: the recipe, its file, and one module for each component of a run."""
+"""The parts of `fledge train`: the recipe, the recipe file, and a module for each component of a run."""

@@ -30,7 +30,7 @@ from fledge.train.setup.target import PreparedTarget
 EVAL_RECORDS = 16  # records held out to measure τ
 ROW_BYTES = 4 * 8  # bytes per token of a packed row: token id, span, position and document
 MISSING = 50  # tokens that the draft vocabulary lacks, the most frequent ones
-UNREADABLE = "\ufffd"  # what a tokenizer decodes bytes to that are no whole character
+UNREADABLE = "\ufffd"  # a tokenizer's text for bytes that are no whole character
 
 Say = Callable[[str], None]
 
@@ -38,8 +38,8 @@ Say = Callable[[str], None]
 def training_data(
     recipe: Recipe, prepared: PreparedTarget, say: Say, progress: Any
 ) -> tuple[Sequence[Document], list[Record]]:
-    """The documents to train on, and the records held out to measure τ: those of the features on disk, or read from the
-    data sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
+    """The documents to train on, and the records held out to measure τ, from the features on disk or from the data
+    sources (`read_data`). No record is held out if --eval-prompts is given or if τ cannot be measured."""
     measures = prepared.decodes and not recipe.options.eval_prompts
     if cache := recipe.features:
         known = cache.manifest
@@ -75,8 +75,8 @@ def read_data(
 
 
 def check_files(data: DataRecipe, directory: RunDirectory) -> None:
-    """Raises ValueError, naming a file, if the files of the data are not those in the summary of the run. Nothing is
-    tokenized. Without such a summary, the data is compared once it is tokenized."""
+    """Raises ValueError, naming a file, if the data files differ from the files in the run's summary. Tokenizes
+    nothing. Without a readable summary, checks nothing: `check_settled` compares the data after tokenization."""
     try:
         known = read_json(directory.summary)["data"]["files"]
         hashes = set(known.values())
@@ -155,6 +155,6 @@ def summarize(
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """The token's text, or its name in the tokenizer if it is a part of a character."""
+    """The token's text, or the token's name in the tokenizer if the token is a part of a character."""
     text = tokenizer.decode([token])
     return str(tokenizer.convert_ids_to_tokens(token)) if UNREADABLE in text or not text else text

@@ -111,7 +111,7 @@ def _vocab_size(recipe: Recipe, vocab: int) -> int:
 
 
 def _provenance(recipe: Recipe, prepared: PreparedTarget) -> dict[str, Any]:
-    """What the draft's config records about its training."""
+    """The values that the draft's config records about the training."""
     target, modes = prepared.target, recipe.data.modes
     return dict(
         target=target.name,

@@ -1,4 +1,4 @@
-"""`fledge train --dry-run`: plans a run without beginning it, and times a few steps where its devices are there.
+"""`fledge train --dry-run`: plans a run without starting the run, and times a few steps if the devices are present.
 
 Nothing is written but the cache of tokenized data. The plan needs the target's config and tokenizer, the draft's
 config, and the data.
@@ -50,8 +50,8 @@ from fledge.train.trainer import Progress, Schedule, optimizer_step, upcoming_ro
 
 GB = 10**9
 WARM_UP, TIMED = 2, 3  # steps; the first ones compile kernels
-MORE_GPUS = (2, 4, 8, 16)  # that a cure may name
-FEW_SLOTS = 64  # on a CPU
+MORE_GPUS = (2, 4, 8, 16)  # numbers of GPUs that a cure may name
+FEW_SLOTS = 64  # slots in flight that a cure names on a CPU
 
 Say = Callable[[str], None]
 # seconds of the timed steps, their tokens without filler, and the peak of a GPU's allocated bytes (None on a CPU)
@@ -61,7 +61,7 @@ Timed = tuple[float, int, int | None]
 @dataclass(frozen=True)
 class Plan:
     """A planned run. `asked` are the implementations to choose from, from fast to small. `resumed` says whether the
-    directory holds a run to continue, of which `done` steps are done."""
+    directory holds a run to continue. `done` is the number of steps already done."""
 
     machine: Machine
     work: Work
@@ -91,17 +91,17 @@ class Plan:
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
-        """The bytes of each part of the memory of a rank that trains."""
+        """The bytes of each part of the memory of a training rank."""
         return memory_parts(self.work, self.implementation, self.machine)
 
     @functools.cached_property
     def target_memory(self) -> dict[str, int]:
-        """The bytes of each part of the memory of a rank that holds only the target; empty without such ranks."""
+        """The bytes of each part of the memory of a target rank; empty without target ranks."""
         return target_memory_parts(self.work, self.machine) if self.machine.apart else {}
 
     @functools.cached_property
     def disk(self) -> tuple[int, int]:
-        """The bytes that the run still writes, and the free bytes of its disk."""
+        """The bytes that the run still writes, and the free bytes of the run directory's disk."""
         return disk_space(self.directory, self.work.draft, self.schedule.optimizer)
 
     @property
@@ -113,7 +113,7 @@ class Plan:
         return self.disk[0] <= self.disk[1]
 
     def cures(self) -> list[str]:
-        """Options with which the run fits in memory, each by itself; empty if none of them is enough."""
+        """Options that make the run fit in memory, each by itself; empty if no option is enough."""
         machine, smallest, ways = self.machine, self.asked[-1], []  # of each way, the first change that fits is named
         if not self.resumed:  # a resumed run keeps its slots and rows
             fewest = min(n for n, *_ in CANDIDATES) if machine.device == "cuda" else FEW_SLOTS
@@ -136,15 +136,15 @@ class Plan:
 
 
 def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrinter, display: ProgressDisplay) -> int:
-    """Prints the plan of a run and, where its devices are there, the time of its steps. Returns the command's exit
-    code: 0, or 1 if the run does not fit.
+    """Prints the plan of a run and, if the devices are present, the time of a step. Returns the command's exit code: 0,
+    or 1 if the run does not fit.
 
-    `arguments` are those of the command, with which it starts a process for each of several GPUs. Raises ValueError for
-    options that a run would refuse, and for machines that cannot be planned.
+    `arguments` are the command's arguments; for several GPUs, a process with the same arguments starts for each GPU.
+    Raises ValueError for options that a run would refuse, and for machines that cannot be planned.
     """
     if options.gpu_memory is not None and options.device not in ("auto", "cuda"):  # a recipe's device does not matter
         raise ValueError(f"--gpu-memory with --device {options.device}; leave one of them out")
-    follows = started_by_torchrun() and options.gpus is not None  # the process that started this one printed the plan
+    follows = started_by_torchrun() and options.gpus is not None  # the parent process printed the plan
     say: Say = (lambda line: None) if follows else display.say
     options, recorded, directory = complete_options(options, True, say)
     machine = find_machine(options)
@@ -170,8 +170,8 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
 
 
 def find_machine(options: TrainOptions) -> Machine:
-    """The machine that complete options name: this one, or one that is not there. Raises ValueError if they do not
-    say enough about it."""
+    """The machine that complete options name: this machine, or an absent machine to plan for. Raises ValueError if the
+    options do not determine the machine."""
     started = started_by_torchrun()
     ranks = int(os.environ["WORLD_SIZE"]) if started else options.gpus or 1
     check_ranks(options, ranks)
@@ -200,8 +200,8 @@ def find_machine(options: TrainOptions) -> Machine:
 
 
 def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, say: Say, progress: Any) -> Plan:
-    """The plan of a run with complete options. Loads no weights. Raises ValueError as a run would, for what can be
-    known without them."""
+    """The plan of a run with complete options. Loads no weights. Raises ValueError for problems of the run that show
+    without the weights."""
     recipe = resolve_recipe(options, directory, imagined=not machine.there)
     if options.resume:
         check_files(recipe.data, directory)
@@ -242,7 +242,7 @@ def heaviest_slots(rows: Rows, objective: Objective) -> tuple[int, ...]:
 
 
 def print_plan(plan: Plan, printer: ResultPrinter) -> None:
-    """Prints what each rank would hold, whether memory and disk suffice, and the steps."""
+    """Prints the memory of each rank, whether memory and disk suffice, and the steps."""
     machine, work = plan.machine, plan.work
     parameters = sum(p.numel() for p in work.draft.parameters())
     frozen = f", of which {work.trained:,} are trained" if work.trained < parameters else ""
@@ -310,17 +310,17 @@ def _steps(plan: Plan) -> str:
 
 
 def format_count(n: int, what: str) -> str:
-    """A number and its noun, such as "2 rows"."""
+    """A number and a noun, such as "2 rows"."""
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, progress: Any) -> Timed:
-    """The time of a few steps of a planned run, whose target is loaded for them. `recorded` are the settled values of
-    the run that is resumed; raises ValueError if they are others now."""
+    """Loads the target of a planned run, and times a few steps. `recorded` are the settled values of the resumed run
+    (None: a new run). Raises ValueError if a settled value has changed."""
     recipe, rows = plan.recipe, plan.rows
     with ranks.together("while the target was loaded"):
         target = prepare_shared_target(recipe, ranks, plan.machine.target_shares > 1, say)
-        if target.decodes != (not reads_features_only(recipe)):  # as the plan assumed; no records are held out then
+        if target.decodes != (not reads_features_only(recipe)):  # unlike the plan: no records are held out
             rows = make_rows(recipe, target, training_data(recipe, target, say, progress)[0], say)
         draft = make_draft(recipe, target, rows.documents, say)
         implementation = choose_implementation(recipe.options, draft, rows, target.source, plan.schedule, ranks, say)
@@ -334,10 +334,9 @@ def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, p
 def time_steps(
     draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, progress: Any
 ) -> Timed:
-    """Times TIMED optimizer steps on the first rows, after WARM_UP steps; the draft is trained by all of them.
+    """Times TIMED optimizer steps on the first rows, after WARM_UP steps. All steps train the draft.
 
-    Every rank calls this; one that holds only the target times nothing. Raises FloatingPointError as `optimizer_step`
-    does."""
+    Every rank calls `time_steps`; a target rank times nothing. Raises FloatingPointError as `optimizer_step` does."""
     gpu = draft.device.type == "cuda"
     synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(draft.device)) if gpu else (lambda: None)
     schedule = replace(schedule, steps=WARM_UP + TIMED + 1)  # the last step too computes the next row's features
@@ -360,7 +359,7 @@ def time_steps(
                 if gpu:
                     torch.cuda.reset_peak_memory_stats(draft.device)
                 synchronize()
-                ranks.sum(torch.zeros(()))  # so that all begin together
+                ranks.sum(torch.zeros(()))  # a meeting: all ranks begin together
                 tokens, began = 0, time.perf_counter()
             tokens += optimizer_step(draft, rows, upcoming, source, schedule, optimizer, state, ranks).tokens
             state.step += 1

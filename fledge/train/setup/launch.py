@@ -23,7 +23,8 @@ NO_OTHERS = "--target-gpus sets some of several GPUs apart for the target; give 
 
 
 def needs_processes(options: TrainOptions) -> bool:
-    """Whether this process has to start those that train. Raises ValueError if there are not as many GPUs."""
+    """Whether this process has to start the training processes. Raises ValueError if the machine has fewer GPUs than
+    --gpus, or if --device names another device."""
     if options.gpus is None or options.gpus == 1 or "WORLD_SIZE" in os.environ:
         return False
     import torch
@@ -36,8 +37,8 @@ def needs_processes(options: TrainOptions) -> bool:
 
 
 def start_processes(gpus: int, arguments: Sequence[str]) -> int:
-    """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns its exit status, or
-    INTERRUPTED after a signal that stopped the training."""
+    """Runs `fledge` with these arguments in one process for each GPU, through torchrun. Returns torchrun's exit status,
+    or INTERRUPTED after a signal that stopped the training."""
     torchrun = [sys.executable, "-c", RUN_TORCHRUN, "--standalone", "--nproc-per-node", str(gpus)]
     interrupted = False
     with subprocess.Popen([*torchrun, "-m", "fledge", *arguments]) as process:
@@ -59,8 +60,8 @@ def start_processes(gpus: int, arguments: Sequence[str]) -> int:
 
 
 def run_torchrun() -> None:
-    """Runs torchrun with the arguments of this process. A signal ends it with INTERRUPTED, after its processes, and
-    without a traceback."""
+    """Runs torchrun with the arguments of this process. After a signal, torchrun first ends the ranks, and this process
+    then exits with INTERRUPTED and without a traceback."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main
 
@@ -116,8 +117,8 @@ def check_ranks(options: TrainOptions, ranks: int) -> None:
 
 
 def restarted_options(options: TrainOptions) -> TrainOptions:
-    """The options of a process that torchrun started again (--max-restarts): those that continue the run in --out, if
-    it was begun; else the same."""
+    """The options of a process that torchrun started again (--max-restarts): options to resume the run in --out, if
+    --out holds a run; else `options` unchanged."""
     from fledge.train.checkpoint import RunDirectory
     from fledge.train.ranks import restart_count
 

@@ -26,7 +26,7 @@ OUT = "draft-run"
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(Options):
-    """What computes the hidden states that a draft learns from. `dtype` None: float32 on a CPU, the target's own
+    """The target, whose hidden states a draft learns from. `dtype` None: float32 on a CPU, the target's own dtype
     elsewhere."""
 
     panel: ClassVar[str] = "Target"
@@ -87,7 +87,7 @@ class ServedOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeOptions(Options):
-    """The vocabulary and shape of a new draft, which those of an existing draft replace (`--init-from`)."""
+    """The vocabulary and shape of a new draft; an existing draft (`--init-from`) keeps vocabulary and shape."""
 
     panel: ClassVar[str] = "Shape of a new draft"
     draft_vocab: int | None = opt(

@@ -42,7 +42,7 @@ COD_MIN_RATE = 0.2
 LOGGERS = ("tensorboard", "wandb")
 ACTIVATIONS = ("keep", "recompute", "auto")
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
-# by option: the options that have no effect beside it, and why, in the form that `Options.refuse` takes
+# by option: the options without effect beside this option, and the reason, in the form that `Options.refuse` takes
 INEFFECTIVE: dict[str, tuple[tuple[str, ...], str]] = {
     "steps": (("epochs",), "with --steps, which sets the length of the training;"),
     "init_from": (names_of(ShapeOptions), WITH_INIT_FROM),
@@ -55,10 +55,10 @@ INEFFECTIVE: dict[str, tuple[tuple[str, ...], str]] = {
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """The data sources. `max_length` is the maximum document length in tokens, if the user chose it, and `longest` that
-    length or its default; the target's context may lower it. `cache` is the directory of tokenized data and `workers`
-    the number of processes that tokenize; None stands for the defaults. `modes` are all sets of template variables that
-    sources are rendered with: `template_kwargs`, and a source's own, which take precedence."""
+    """The data sources. `max_length` is the user's maximum document length in tokens (None: not given), and `longest`
+    is `max_length` or the default; the target's context may lower `longest`. `cache` is the directory of tokenized data
+    and `workers` the number of processes that tokenize; None stands for the defaults. `modes` are all sets of template
+    variables that sources are rendered with: `template_kwargs`, and a source's own variables, which take precedence."""
 
     sources: tuple[str, ...]
     template_kwargs: dict[str, Any] | None
@@ -72,7 +72,7 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class ExistingDraft:
-    """A draft to continue training: its directory or hub id, and its config, which is read only once."""
+    """A draft to continue training. `name` is the draft's directory or hub id; `config` is read once and kept."""
 
     name: str
     config: DraftConfig
@@ -110,7 +110,7 @@ class Recipe:
 
 def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
     """The recipe for these options. Reads no file but the config of the --init-from draft and the manifest of the
-    --features. With `imagined`, it is that of a machine with CUDA GPUs, which need not be there.
+    --features. `imagined` makes the recipe for an absent machine with CUDA GPUs.
 
     Raises ValueError, naming the flags and a remedy, for options that contradict each other, that the method or the
     device does not support, or that name something that does not exist.
@@ -178,8 +178,8 @@ def find_choice(name: str) -> Choice:
 
 
 def check_served(options: ServedOptions) -> None:
-    """Raises ValueError for an address of vLLM that is neither a directory nor that of a server, for layers and paths
-    that are not valid, and for options without effect."""
+    """Raises ValueError for an address of vLLM that is neither a directory nor a server's address, for invalid layers
+    and paths, and for options without effect."""
     address = options.features_from
     if address is None:
         needless = ("features_layers", "features_map", "api_key_env")
@@ -206,7 +206,8 @@ def check_served(options: ServedOptions) -> None:
 
 
 def _choice(name: str, existing: ExistingDraft | None) -> Choice:
-    """The method of this name. Raises ValueError if the existing draft, if there is one, is of another method."""
+    """The choice of this name. Raises ValueError if an existing draft has another method, or lacks the choice's
+    norms."""
     choice = find_choice(name)
     if existing and choice.method.name != existing.config.method:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Reads and writes recipe.yaml, which holds the options of a run and its settled values.
+"""Reads and writes recipe.yaml, which holds the options and the settled values of a run.
 
-Its keys are the options of `fledge train` with underscores. `settled` holds the values that were chosen for the target,
-the data and the GPU: --resume reuses them, --config chooses them again.
+The keys are the options of `fledge train` with underscores. `settled` holds the values that were chosen for the target,
+the data and the GPU: --resume reuses settled values, --config chooses new values.
 
 A recipe is written in a safe subset of YAML: mappings, lists, strings, numbers, true, false and null. Tags, anchors,
 aliases (which let a short file expand to any size), duplicate keys, several documents and files of more than MAX_BYTES
@@ -56,8 +56,8 @@ HEADER = """\
 
 """
 RUN_ONLY = ("config", "resume", *MACHINE)  # options of a single command, which a recipe cannot set
-# settled values that --resume passes on as options, because they must not change: another number of slots, for example,
-# changes the rounding
+# settled values that --resume passes on as options, because the values must not change: another number of slots, for
+# example, changes the rounding
 RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "rows_per_step", "impl", "slots", "activations")
 VERSION, SETTLED = "fledge_version", "settled"
 DAMAGED = "the file is damaged; start a new run"
@@ -133,7 +133,7 @@ def recipe_text(options: TrainOptions, settled: Settled) -> str:
 
 
 def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
-    """The options with absolute paths, so that they are valid in any current directory."""
+    """The options with absolute paths, which are valid in any current directory."""
     paths = {n: getattr(options, n) for n in ("target", "init_from", "data_cache", "features", "features_from")}
     existing = {n: os.path.abspath(path) for n, path in paths.items() if path and Path(path).exists()}
     if options.features_map:
@@ -147,10 +147,10 @@ def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
 
 
 def with_config(options: TrainOptions, say: Say) -> TrainOptions:
-    """The options merged with those of their --config file. Flags override the file. A value of the file counts as
-    given if it differs from the default.
+    """The options merged with the options in the --config file. Flags override the file. A value of the file counts as
+    given if the value differs from the default.
 
-    Some flags make other options of the file irrelevant (see `_overridden`); they are ignored, with a message to `say`.
+    Some flags make options of the file irrelevant (see `_overridden`): the file's value is ignored, and `say` says so.
     Raises ValueError, naming the file, the key and a remedy, if the file is not a valid recipe.
     """
     if options.config is None:
@@ -203,11 +203,11 @@ def _without_command_line_options(values: dict[str, Any], file: Path, say: Say) 
 
 
 def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainOptions, dict[str, Any]]:
-    """The options with which a run continues, and its settled values by name (see `Settled`).
+    """The options with which a run continues, and the run's settled values by name (see `Settled`).
 
     Trust is not read from the file: a run that was started with --trust-remote-code needs the flag again. Raises
-    ValueError if there is no run, if its file is damaged, or if --trust-remote-code is given and the run was started
-    without it.
+    ValueError if there is no run, if the run's file is damaged, or if --trust-remote-code is given and the run was
+    started without the flag.
     """
     file = directory.options_file()
     try:
@@ -273,8 +273,8 @@ def recipe_names() -> list[str]:
 def find_recipe_file(given: str) -> Path:
     """The file of --config: an existing file, or else the packaged recipe of this name.
 
-    Raises ValueError, listing the names, if the text looks like a name and there is no such recipe. A path that does
-    not exist is returned as it is.
+    Raises ValueError, listing the names, if the text looks like the name of an unknown recipe. Returns a path that does
+    not exist unchanged.
     """
     file = Path(given)
     if file.is_file() or len(file.parts) != 1 or file.suffix in (".yaml", ".yml"):
@@ -290,7 +290,7 @@ def find_recipe_file(given: str) -> Path:
 
 
 def _mapping_in(file: Path) -> dict[str, Any]:
-    """The keys and values of a recipe file. Raises ValueError, naming the file, if it is not a recipe."""
+    """The keys and values of a recipe file. Raises ValueError, naming the file, if the file is not a recipe."""
     if file.is_dir():
         raise ValueError(f"{file} is a directory; a recipe is a file, such as {file / 'recipe.yaml'}")
     if not file.is_file():

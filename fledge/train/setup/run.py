@@ -35,7 +35,7 @@ Logger = Callable[[dict[str, Any]], None]
 def make_schedule(recipe: Recipe, rows: Rows, width: int, ranks: Ranks, lockstep: bool, say: Say) -> Schedule:
     """The schedule for a draft with hidden size `width` on these rows. The number of steps follows from the epochs, the
     default learning rate is 0.5 / width, and by default a step has one row for each rank. With `lockstep`, every rank
-    must have as many rows; raises ValueError if they cannot."""
+    must have as many rows; raises ValueError if the rows of a step cannot be shared equally."""
     requested = recipe.options
     rows_per_step = requested.rows_per_step or ranks.size
     if rows_per_step % ranks.size and lockstep:
@@ -71,13 +71,13 @@ def choose_implementation(
     compute: ComputeOptions, draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks, say: Say
 ) -> Implementation:
     """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
-    A rank that holds only the target tries nothing.
+    A target rank tries nothing.
     """
     asked = implementations(compute)
     if not compute.gpu or not ranks.trains:
         return asked[0]
     trial = _trial(draft, rows, source, schedule, ranks)
-    # one small step, so that memory of lazy initialization is not measured with the trials
+    # a small step first: the trials then do not measure the memory of lazy initialization
     trial.step(resize_row(trial.rows[0], MIN_TOKENS), asked[-1])
     draft.zero_grad(set_to_none=True)
     free, _ = torch.cuda.mem_get_info(draft.device)
@@ -110,7 +110,7 @@ def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, 
         return upcoming  # the iterator holds the features of the next row, which count too
 
     own_rows = -(-schedule.rows_per_step // ranks.size)
-    # without sources, so that features on disk are not read, which may not exist yet (see `DiskFeatures`)
+    # without sources, a trial reads no features on disk, which may not exist yet (see `DiskFeatures`)
     heaviest = [replace(row, sources=()) for row in rows.heaviest()]
     return Trial(draft, heaviest, step, own_rows, ranks.size if ranks.shards else 1, schedule.optimizer)
 
@@ -125,7 +125,7 @@ def _choice_message(chosen: Implementation, taken: int, available: int, rows: Ro
 
 
 def trial_message(tokens: int, taken: int | None, available: int) -> str:
-    """A message about a tried row: the bytes it takes, or None if it needs more than the available bytes."""
+    """A message about a tried row. `taken` are the bytes of the row's step (None: out of memory)."""
     if taken is None:
         return f"a row of {tokens:,} tokens does not fit in GPU memory"
     too_much = taken > USABLE_FRACTION * available
@@ -153,10 +153,10 @@ class TrainingRun:
 
 
 def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
-    """Trains to the last step and returns its metrics. `progress` displays each step.
+    """Trains to the last step and returns the last step's metrics. `progress` displays each step.
 
     Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
-    ValueError, with a remedy, if the GPU runs out of memory. An error about a rank that was lost has that command, too.
+    ValueError, with a remedy, if the GPU runs out of memory. The message of a LostRankError has the same command.
     """
     try:
         return _run(run, say, progress) if run.ranks.trains else _feed(run)
@@ -188,7 +188,7 @@ def check_disk(directory: RunDirectory, draft: Draft, optimizer: str) -> None:
 
 
 def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
-    """`run_training` in a rank that trains."""
+    """`run_training` in a training rank."""
     say(_start_message(run))
     metrics: dict[str, Any] = {}
     name, leads = run.recipe.options.log, run.ranks.leads
@@ -229,7 +229,7 @@ def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
 
 
 def _feed(run: TrainingRun) -> dict[str, Any]:
-    """`run_training` in a rank that holds only the target."""
+    """`run_training` in a target rank, which holds only the target."""
     lockstep = run.source.target.sharded
     state = feed_draft(
         run.draft, run.rows, run.source, run.schedule, run.ranks, lockstep=lockstep, evaluate=run.evaluate

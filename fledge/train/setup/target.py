@@ -1,4 +1,4 @@
-"""The target of a training run: loads and checks it, and limits lengths to its context."""
+"""Loads and checks the target of a training run, and limits lengths to the target's context."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fledge.train.ranks import Ranks
 
 EVAL_TOKENS = 64  # default of --eval-tokens
-# options of glibc's mallopt(3), by their names there, and the values given to them, in bytes
+# options of glibc's mallopt(3), with glibc's names, and the values to set, in bytes
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 NEVER_TRIM, TOP_PAD, MMAP_THRESHOLD = -1, 1 << 26, 1 << 30
 
@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PreparedTarget:
-    """A target and what training needs of it.
+    """A target, and the values and objects that training derives from the target.
 
     `layers` are the layers whose outputs the draft reads. `max_length` is the maximum document length and `eval_tokens`
     the number of new tokens per prompt when τ is measured. `decodes` tells whether τ can be measured by decoding.
@@ -59,12 +59,12 @@ class PreparedTarget:
     max_length: int
     eval_tokens: int
     decodes: bool
-    source: FeatureSource  # None where a run is only planned, whose target has no weights
+    source: FeatureSource  # None in a planned run, whose target has no weights
 
 
 def plan_target(recipe: Recipe) -> PreparedTarget:
-    """The target without its weights, which is assumed to verify drafts and to process packed documents together.
-    Raises ValueError as `prepare_target` does for what needs no weights."""
+    """The target of a planned run, without weights; assumes that the target can verify drafts and process packed
+    documents together. Raises ValueError as `prepare_target` does, for problems that show without the weights."""
     device = "cpu" if recipe.options.device == "cpu" else "meta"
     target = load_target(recipe.options.target, **_loading(recipe.options, recipe.data, device), weights=False)
     check_length(recipe.data, target)
@@ -72,15 +72,15 @@ def plan_target(recipe: Recipe) -> PreparedTarget:
 
 
 def reads_features_only(recipe: Recipe) -> bool:
-    """Whether the target does not run: vLLM computes it, or its features are on disk and τ is not measured by
+    """Whether the target does not run: vLLM computes the features, or the features are on disk and τ is not measured by
     decoding."""
     return recipe.served or (recipe.features is not None and not _decoding_option(recipe))
 
 
 def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Say) -> PreparedTarget:
-    """Loads and checks the target; with a mesh, its layers are sharded over the ranks. Raises ValueError for a length
-    beyond its context, for layers that it does not have, if τ is to be measured with a target that cannot verify
-    drafts, and if one that cannot process packed documents together is to be sharded."""
+    """Loads and checks the target; with a mesh, shards the target's layers over the ranks. Raises ValueError for a
+    length beyond the target's context, for layers that the target does not have, for measuring τ with a target that
+    cannot verify drafts, and for sharding a target that cannot process packed documents together."""
     set_up_process(recipe.options.device)
     head = _open_head(recipe, say) if reads_features_only(recipe) else None
     target = head or open_target(recipe.options, recipe.data, recipe.options.device, mesh)
@@ -103,11 +103,11 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Say) -> Prepare
 
 
 def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Say) -> PreparedTarget:
-    """`prepare_target` in one of several ranks, which all call it; `shards` tells whether the target's layers are
-    sharded over those that hold it. Without ranks that hold only the target, these are all.
+    """`prepare_target` for several ranks; every rank calls this. `shards` tells whether the target's layers are sharded
+    over the target ranks, or over all ranks if there are no target ranks.
 
-    With such ranks, they load and check it, and the others get its embedding, head and last layer from the first of
-    them, and expect the hidden states of all rows from them. Raises RankError if another rank fails."""
+    Target ranks load and check the target. The training ranks then receive embedding, head and last layer from the
+    first target rank, and get `ReceivedFeatures` for the rows. Raises RankError if another rank fails."""
     mesh = ranks.mesh if shards else None
     if not ranks.target_ranks:
         return prepare_target(recipe, mesh, say)
@@ -118,7 +118,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Say) 
         else:
             prepared = prepare_target(recipe, mesh, lines.append)
             parts = parts_of(prepared.target)
-    except Exception as e:  # which the other ranks must hear of
+    except Exception as e:  # the meeting reports the error to all ranks
         failure = e
     told = (lines, prepared and prepared.decodes, layout_of(parts))
     lines, decodes, layout = ranks.meet("while the target was loaded", told, failure)[ranks.size]
@@ -151,8 +151,8 @@ def _prepared(
 
 
 def open_target(requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None) -> ModelTarget:
-    """Loads a target, and shards it over the ranks of a mesh. Raises ValueError if documents may be longer than its
-    context."""
+    """Loads a target, and with a mesh shards the target over the ranks. Raises ValueError if documents may be longer
+    than the target's context."""
     target = load_target(requested.target, **_loading(requested, data, device), mesh=mesh)
     check_length(data, target)
     return target
@@ -175,8 +175,9 @@ def check_length(data: DataRecipe, target: ModelTarget) -> None:
 
 
 def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TargetParts:
-    """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and what is not
-    quantized of the last layer. Raises ValueError if the checkpoint does not have them by their names."""
+    """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and the last
+    layer's weights that are not quantized. Raises ValueError if embedding, head or final norm are quantized, or missing
+    in the checkpoint's safetensors files."""
     target = load_head(requested.target, **_loading(requested, data, device), partial_layer=True)
     if target is None:
         raise ValueError(
@@ -187,7 +188,8 @@ def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) 
 
 
 def _open_head(recipe: Recipe, say: Say) -> TargetParts | None:
-    """The parts of the target that training from features on disk needs; None if they cannot be loaded alone."""
+    """The parts of the target that training from features on disk needs; None if only the whole target can be
+    loaded."""
     name, asked = recipe.options.target, (recipe.options, recipe.data, recipe.options.device)
     if recipe.served:
         return open_served_target(*asked)
@@ -201,7 +203,8 @@ def _open_head(recipe: Recipe, say: Say) -> TargetParts | None:
 
 
 def live_features(target: ModelTarget, layers: tuple[int, ...], say: Say) -> LiveFeatures:
-    """Features computed by the target. Raises ValueError if its logits cannot be computed from its final states."""
+    """Features computed by the target. Raises ValueError if the target's logits cannot be computed from the final
+    states."""
     source = LiveFeatures(target, layers)
     if target.quantization:
         say(quantization_note(target))
@@ -211,7 +214,7 @@ def live_features(target: ModelTarget, layers: tuple[int, ...], say: Say) -> Liv
 
 
 def quantization_note(target: ModelTarget | TargetParts) -> str:
-    """What to know about the hidden states of a quantized target."""
+    """A message about the hidden states of a quantized target."""
     return (
         f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
         "full-precision model, so serve the draft with this checkpoint, not with another precision"
@@ -232,9 +235,9 @@ def check_connector(target: TargetParts) -> None:
 def open_served_features(
     options: ServedOptions, target: ModelTarget, layers: tuple[int, ...], max_length: int, say: Say
 ) -> VllmFeatures:
-    """vLLM's features of the given layers, for documents of at most `max_length` tokens. The options are those that
-    `check_served` accepts. Raises ValueError if the features are not available; if no server answers, with the command
-    that starts one."""
+    """vLLM's features of the given layers, for documents of at most `max_length` tokens. `options` must have passed
+    `check_served`. Raises ValueError if the features are not available; if no server answers, the message has the
+    command that starts a server."""
     captured = layer_ids(options.features_layers) or tuple(sorted({*layers, target.num_layers}))
     if Path(options.features_from).is_dir():
         states = StatesFolder(Path(options.features_from))
@@ -243,7 +246,7 @@ def open_served_features(
             say(f"{states.path} {UNCHECKED}")
     else:
         check_connector(target)
-        length = min(max_length + 1, target.context)  # vLLM refuses a longer one than the target's
+        length = min(max_length + 1, target.context)  # vLLM refuses a length beyond the context
         start = serve_command(target.name, captured, length, trust=target.trust_remote_code)
         there, _, here = (options.features_map or "").partition("=")
         mapped = (Path(there), Path(here)) if there else None
@@ -268,8 +271,8 @@ def _check_origin(cache: FeatureCache, target: ModelTarget) -> None:
 
 
 def _stored_features(cache: FeatureCache, target: ModelTarget | TargetParts, layers: tuple[int, ...]) -> DiskFeatures:
-    """Features on disk, which are those of the target. Raises ValueError if they are not those that a draft of these
-    layers reads, or not complete."""
+    """Features on disk, computed by the target, for a draft that reads `layers`. Raises ValueError if the features lack
+    states that the draft reads, or lack a shard."""
     known = cache.manifest
     if not layers and not known.all_last:
         raise ValueError(
@@ -310,7 +313,7 @@ def retain_freed_memory() -> bool:
 
 def _layers(recipe: Recipe, target: ModelTarget) -> tuple[int, ...]:
     """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
-    existing draft that does not fit it."""
+    existing draft that does not fit the target."""
     if draft := recipe.draft:
         if problem := mismatch(draft.config, target):
             raise ValueError(f"--init-from {draft.name} does not fit {target.name}: {problem}")
@@ -323,12 +326,13 @@ def _layers(recipe: Recipe, target: ModelTarget) -> tuple[int, ...]:
 
 
 def _decoding_option(recipe: Recipe) -> str | None:
-    """The flag of the option, if there is one, that asks for measurements of τ by decoding."""
+    """The given flag that asks to measure τ by decoding, --eval-every or --eval-prompts; None without both."""
     return "--eval-every" if recipe.options.eval_every else "--eval-prompts" if recipe.options.eval_prompts else None
 
 
 def _decodes(recipe: Recipe, target: ModelTarget | TargetParts, say: Say) -> bool:
-    """Whether τ can be measured by decoding. If not, prints a message; raises ValueError if the options request it."""
+    """Whether τ can be measured by decoding. If not, says why. Raises ValueError if the options ask a target that
+    cannot verify drafts for τ."""
     if reads_features_only(recipe):
         remedy = "fledge eval measures it afterwards" if recipe.served else "--eval-every measures it"
         say(f"τ is not measured by decoding, for which the target would have to run; {remedy}")
