@@ -1,1 +1,1 @@
-"""Target models: the interface that training and decoding use, and its implementation for transformers models."""
+"""Target models: the interface for training and decoding, and implementations for transformers models."""

@@ -1,5 +1,5 @@
-"""The caches of a transformers target: with exact rollback, for several sequences of different lengths, and of a model
-with recurrent layers, which cannot roll back."""
+"""The caches of a transformers target: `TargetCache` with exact rollback, for several sequences of different lengths,
+and `RecurrentCache` without rollback, for a model with recurrent layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_CAPACITY = 256  # slots per sequence of a new buffer
 
 
 def buffer_capacity(needed: int) -> int:
-    """The slots per sequence to allocate if `needed` are used: twice the number, so that buffers rarely grow."""
+    """The slots per sequence to allocate for `needed` slots in use: twice the number, since growing a buffer copies."""
     return max(2 * needed, MIN_CAPACITY)
 
 
@@ -29,9 +29,9 @@ def sequences_of(buffer: Tensor) -> Tensor:
 class GrowingLayer(DynamicLayer):
     """transformers' full-attention cache layer with preallocated buffers, which double in size when they are full.
 
-    `buffers` are those of keys and values, each [B, G, C, d]. `keys` and `values` are views of their first slots, so
-    that cropping is exact and costs nothing. `next_slot_BN` are the slots that the next states are written to (int64;
-    None: the slots after the view, which is the case of one sequence).
+    `buffers` are the buffers of keys and of values, each [B, G, C, d]. `keys` and `values` are views of the buffers'
+    first slots, so cropping is exact and costs nothing. `next_slot_BN` are the slots that the next states are written
+    to (int64; None: the slots after the view, for a cache of one sequence).
     """
 
     next_slot_BN: Tensor | None = None
@@ -63,15 +63,15 @@ class GrowingLayer(DynamicLayer):
 class TargetCache(Cache):
     """A transformers cache that keeps every token in every layer.
 
-    Sliding-window layers keep all tokens too, and their window is applied by the mask, so that a rollback finds all
-    keys. The cache has one sequence, whose length transformers tracks, or B sequences (after `trim_padding`, `select`
-    or `append`). For B sequences, `lengths` are tracked here, and `allocate` must be called before each pass.
+    Sliding-window layers keep all tokens too, and the mask applies the window, so that a rollback finds all keys. The
+    cache has one sequence, whose length transformers tracks, or B sequences (after `trim_padding`, `select` or
+    `append`). For B sequences, `lengths` are tracked here, and `allocate` must be called before each pass.
     `committed` are the lengths before the last verification.
     """
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=GrowingLayer)
-        self._lengths: list[int] = []  # of several sequences; empty if there is one
+        self._lengths: list[int] = []  # of several sequences; empty for one sequence
         self.committed: list[int] = []
 
     @property
@@ -93,7 +93,7 @@ class TargetCache(Cache):
 
     @torch.inference_mode()
     def allocate(self, n: int) -> Tensor:
-        """Assigns the next `n` slots of each of several sequences to the next pass. Returns them, int64 [B, n]."""
+        """Assigns the next `n` slots of each of B sequences to the next pass. Returns the slots, int64 [B, n]."""
         start = to_device([torch.tensor(self.lengths)], self.layers[0].keys.device)[0]
         slot_BN = start[:, None] + torch.arange(n, device=start.device)
         for layer in self.layers:
@@ -120,12 +120,12 @@ class TargetCache(Cache):
 
     @torch.inference_mode()
     def select(self, sequences: Sequence[int]) -> None:
-        """Keeps only the sequences with these indices, in this order."""
+        """Keeps only the sequences with the given indices, in the given order."""
         if not sequences:
             self.layers, self._lengths = [], []
             return
         lengths = [self.lengths[b] for b in sequences]
-        capacity = buffer_capacity(max(lengths))  # which frees the memory of a long sequence after its end
+        capacity = buffer_capacity(max(lengths))  # frees the memory of a long sequence that has ended
         for layer in self.layers:
             indices = torch.tensor(sequences, device=layer.keys.device)
             layer.buffers = [buffer[:, :, :capacity].index_select(0, indices) for buffer in layer.buffers]
@@ -134,7 +134,7 @@ class TargetCache(Cache):
 
     @torch.inference_mode()
     def append(self, other: TargetCache) -> None:
-        """Appends the sequences of another cache, whose layers are taken over if this one has none."""
+        """Appends the sequences of another cache. A cache without layers takes over the other cache's layers."""
         if not self.layers:
             self.layers, self._lengths = other.layers, other._lengths
             return
@@ -158,8 +158,8 @@ class TargetCache(Cache):
 
 
 class RecurrentCache:
-    """The cache of a model with recurrent layers (state-space models, linear attention), which is the model's own cache
-    of one sequence; with `recompute`, no cache: every call runs the whole sequence again.
+    """The cache of a model with recurrent layers (state-space models, linear attention): wraps the model's own cache of
+    one sequence. With `recompute`, there is no cache: every call runs the whole sequence again.
 
     Has the methods of `TargetCache` that decoding without a draft needs.
     """
@@ -171,12 +171,12 @@ class RecurrentCache:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of the one sequence."""
+        """The number of tokens of the only sequence."""
         return [0 if self.token_1T is None else self.token_1T.shape[1]]
 
     def run(self, model: nn.Module, input_ids: Tensor, argument: str, **inputs: Any) -> Tensor:
-        """Runs tokens [1, N] after the earlier ones; the model takes its cache as `argument`. Returns its logits
-        [1, N, V], or [1, n, V] if `inputs` has `logits_to_keep` = n."""
+        """Runs tokens [1, N] after the earlier tokens. `argument` is the name of the model's cache argument. Returns
+        the logits [1, N, V], or [1, n, V] if `inputs` has `logits_to_keep` = n."""
         N = input_ids.shape[1]
         self.token_1T = input_ids if self.token_1T is None else torch.cat([self.token_1T, input_ids], dim=1)
         if self.recompute:
@@ -184,26 +184,26 @@ class RecurrentCache:
         if self.state is not None:
             inputs = {argument: self.state, **inputs}
         out = model(input_ids=input_ids, use_cache=True, **inputs)
-        # transformers 5.24 renames it in outputs, also in those of a model's own code, whose argument has an older name
+        # transformers 5.24 names the cache `cache` in outputs, even if a model's own code has an older argument name
         self.state = out["cache"] if "cache" in out else out.get(argument)
         return out.logits
 
     def trim_padding(self, lengths: Sequence[int]) -> None:
-        """Asserts that there is one prompt without padding."""
+        """Asserts that the cache has a single prompt, without padding."""
         assert list(lengths) == self.lengths, (lengths, self.lengths)
 
     def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
-        """Asserts that there is no tree, of which nodes would have to be removed. Does nothing, as all tokens are
+        """Asserts that no tree was verified, since the cache cannot remove nodes. Does nothing else: all tokens are
         kept."""
         assert path_BR is None
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keeps the sequence, or without indices none."""
+        """Keeps the sequence; without indices, removes the sequence."""
         if not sequences:
             self.token_1T = self.state = None
 
     def append(self, other: RecurrentCache) -> None:
-        """Takes the sequence of another cache; this one must have none. Raises ValueError if it has one."""
+        """Takes the sequence of another cache. Raises ValueError if this cache already has a sequence."""
         if self.token_1T is not None:
             raise ValueError(
                 "a target whose cache cannot be rolled back decodes one request at a time; use a batch of 1"

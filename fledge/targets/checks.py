@@ -1,4 +1,4 @@
-"""Properties of a transformers model that are determined by running it, before training or decoding relies on them."""
+"""Runs a transformers model to determine properties that training or decoding relies on."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def isolates_documents(target: TransformersTarget) -> bool:
 
 @torch.no_grad()
 def logits_problem(target: TransformersTarget, logits: Callable[[Tensor], Tensor]) -> str:
-    """The reason why `logits` of the model's final hidden states are not the model's own; empty if they are. Raises
-    ValueError if the model's logits are NaN or infinite."""
+    """The reason why `logits` of the model's final hidden states differ from the model's own logits; empty if nearly
+    equal. Raises ValueError if the model's logits are NaN or infinite."""
     read, written = target.embedding.shape[0], target.head_weight.shape[0]
     if read != written:
         return f"reads {read:,} tokens and predicts {written:,}, and fledge trains drafts of one vocabulary only"
@@ -71,7 +71,8 @@ def logits_problem(target: TransformersTarget, logits: Callable[[Tensor], Tensor
 
 @torch.inference_mode()
 def native_difference(target: NativeTarget) -> str:
-    """The reason why a native target does not compute what its transformers model computes; empty if it does."""
+    """The difference between the logits of a native target and of the transformers model, as text for a message; empty
+    if small."""
     *_, tokens = _documents(target)
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0, -1:]
     with _temporary_cache(target, [tokens.numel()]) as cache:
@@ -97,8 +98,8 @@ def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[C
 
 
 def _window_size(target: ModelTarget) -> int:
-    """The largest window of attention in the config, in tokens; 0 without any. Those above LONGEST_WINDOW are left out,
-    because running a text that is longer than them takes long."""
+    """The largest window of attention in the config, in tokens; 0 without a window. Windows above LONGEST_WINDOW are
+    left out, because running a text longer than the window takes long."""
     names = "sliding_window", "attention_chunk_size", "window_size"
     sizes = [getattr(target.config, name, None) for name in names]
     return max((n for n in sizes if isinstance(n, int) and n <= LONGEST_WINDOW), default=0)
@@ -111,8 +112,8 @@ def _documents(target: ModelTarget) -> tuple[Tensor, ...]:
 
 @torch.inference_mode()
 def rollback_problem(target: TransformersTarget) -> str:
-    """The reason why the model's cache cannot be rolled back; empty if, after a rollback, the logits are those of a
-    sequence without the removed tokens."""
+    """The reason why the model's cache cannot be rolled back; empty if the logits after a rollback nearly equal the
+    logits of a sequence without the removed tokens."""
     tokens, cache = random_tokens(target, 1, 12, seed=1), TargetCache()
     direct = target.run(tokens[:, :8], RecurrentCache(recompute=True))[:, 6:]
     target.check_numbers(direct)
@@ -156,7 +157,7 @@ def check_masks(target: ModelTarget, requests: int = 1) -> None:
     name, what = target.name or "the target", "trees" if requests == 1 else "several requests together"
     if target.rollback_problem:
         raise ValueError(f"{name} cannot verify {what}: {target.rollback_problem}; {REMEDY[requests]}")
-    long = 7 + _window_size(target)  # beyond the window, since a model may have one that fledge's masks cannot follow
+    long = 7 + _window_size(target)  # beyond the window, since fledge's masks may not follow a model's window
     why, lengths = "each node of a tree must see only its own path", [long]
     if requests > 1:
         why, lengths = "each request must see only its own text", [4, long]

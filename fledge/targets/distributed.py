@@ -1,5 +1,5 @@
-"""A target and the ranks of a training run: the bytes of its weights on a rank, and its parts on ranks that do not run
-it."""
+"""A target on the ranks of a training run: the bytes of weights on a rank, and the target's parts on ranks that do not
+run the target."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class TargetBytes:
         return self.layers + self.rest
 
     def on_rank(self, shards: int) -> int:
-        """The bytes on each of the ranks that share the layers: while one computes, the next one is gathered."""
+        """The bytes on each of the ranks that share the layers: while a layer computes, the next layer is gathered."""
         return self.whole if shards == 1 else -(-self.layers // shards) + 2 * self.largest + self.rest
 
 
 def target_bytes(target: ModelTarget) -> TargetBytes:
-    """The sizes of a target, which may be on the meta device. Raises ValueError if its layers cannot be identified."""
+    """The sizes of a target, which may be on the meta device. Raises ValueError if the layers cannot be identified."""
     sizes = [model_bytes(layer) for layer in target.parts.layers]
     return TargetBytes(sum(sizes), max(sizes), model_bytes(target.model) - sum(sizes))
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that caused it, is that a GPU or the machine has not enough memory."""
+    """Whether an error, or the cause of an error, is a lack of memory of a GPU or of the machine."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # without a class of its own: the CPU's allocator, and a GPU without room for the process itself
+    # errors without a class: from the CPU's allocator, and from a GPU without room for the process itself
     words = ("out of memory", "can't allocate memory")
     if isinstance(error, RuntimeError) and any(w in str(error) for w in words):
         return True
@@ -55,12 +55,13 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def model_bytes(module: nn.Module) -> int:
-    """The bytes of all parameters, also of those on the meta device."""
+    """The bytes of all parameters, including parameters on the meta device."""
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def parts_of(target: ModelTarget) -> dict[str, Tensor]:
-    """The parts of a target by name; of tied weights, the embedding alone. All ranks that share the target call it."""
+    """The parts of a target by name; of tied weights, the embedding alone. All ranks of a sharded target must call
+    `parts_of`."""
     parts = {EMBEDDING: target.embedding}
     if target.head_weight is not target.embedding:
         parts[HEAD] = target.head_weight
@@ -75,7 +76,7 @@ def layout_of(parts: dict[str, Tensor]) -> Layout:
 
 
 def send_parts(parts: dict[str, Tensor], source: int, group: ProcessGroup) -> None:
-    """Sends the parts from rank `source` to a group, of which the others `receive_parts`."""
+    """Sends the parts from rank `source` to a group. The group's other ranks call `receive_parts`."""
     for x in parts.values():
         broadcast(x, src=source, group=group)
 
@@ -90,8 +91,8 @@ def receive_parts(layout: Layout, source: int, group: ProcessGroup, device: torc
 def target_of_parts(
     path: str | Path, parts: dict[str, Tensor], *, max_length: int | None = None, trust_remote_code: bool = False
 ) -> TargetParts:
-    """The parts of a target whose config and tokenizer are read, and whose weights are given, as those of
-    `targets.parts.parts_of`. Raises ValueError as `load_target`."""
+    """The parts of a target, with config and tokenizer read from `path`, and weights from `parts` (see `parts_of`).
+    Raises ValueError as `load_target`."""
     options: dict[str, Any] = dict(max_length=max_length, trust_remote_code=trust_remote_code)
     empty = load_target(path, weights=False, **options).parts
     model: Any = empty.model

@@ -22,20 +22,20 @@ UNLIMITED = sys.maxsize  # the context of a target without a maximum position, s
 class Target(ABC):
     """The properties of a target that are needed to create, initialize and check a draft.
 
-    `name`: the directory or hub id that it was loaded from, for messages and records; may be empty.
-    `tokenizer`: its transformers tokenizer; None only in tests.
-    `implementation`: what computes it, as text for messages and records: "native" (fledge's forward pass), or
+    `name`: the directory or hub id that the target was loaded from, for messages and records; may be empty.
+    `tokenizer`: the transformers tokenizer; None only in tests.
+    `implementation`: the target's forward pass, as text for messages and records: "native" (fledge's forward pass), or
     "transformers", which may be followed by the reason.
-    `trust_remote_code`: whether code from its files was allowed to run.
-    `shape`: its text config with Llama's field names; `vocab_size` is the number of rows of its embedding.
-    `num_layers`: the number n of its decoder layers. Raises ValueError if they cannot be identified.
+    `trust_remote_code`: whether code from the target's files was allowed to run.
+    `shape`: the text config with Llama's field names; `vocab_size` is the number of rows of the embedding.
+    `num_layers`: the number n of decoder layers. Raises ValueError if the layers cannot be identified.
     `max_length`: the longest sequence to be used, in tokens; selects longrope's factors.
-    `context`: the maximum number of tokens of a sequence; `UNLIMITED` if its config has no limit.
+    `context`: the maximum number of tokens of a sequence; `UNLIMITED` if the config has no limit.
     `stop_ids`: the ids of the tokens that end a turn.
-    `rotary`: whether it uses rotary embeddings, which exist beyond the context; False: a table of positions.
-    `device`, `dtype`: those of its weights and of the features it returns.
-    `embedding`: the token embeddings [V, D]. `head_weight`: the weight of its output head [V, D].
-    `plain_head`: whether its logits are the final hidden states times `head_weight`, without bias, scaling or cap.
+    `rotary`: whether the target uses rotary embeddings, which exist beyond the context; False: a table of positions.
+    `device`, `dtype`: the device and dtype of the weights and of returned features.
+    `embedding`: the token embeddings [V, D]. `head_weight`: the weight of the output head [V, D].
+    `plain_head`: whether logits are the final hidden states times `head_weight`, without bias, scaling or cap.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Target(ABC):
         "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight",
         "input_layernorm.weight", "post_attention_layernorm.weight" and "norm.weight".
 
-        A weight is left out if the target has no module that computes what Llama's module of that name does.
+        A weight is left out if the target has no module that computes the same as Llama's module of the same name.
         """
 
     def check_numbers(self, values: Tensor) -> None:
@@ -94,7 +94,7 @@ class TrainingTarget(Target):
 
     @abstractmethod
     def logits(self, last_ND: Tensor) -> Tensor:
-        """The target's logits [N, V] from final hidden states [N, D], those of `Features.last_TD`."""
+        """The target's logits [N, V] from final hidden states [N, D], as in `Features.last_TD`."""
 
     @abstractmethod
     def check_logits(self) -> None:
@@ -110,14 +110,14 @@ class Cache(Protocol):
         """The number of tokens of each sequence."""
 
     def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
-        """Commits the accepted nodes after a verification, and removes the others.
+        """Commits the accepted nodes after a verification, and removes all other nodes.
 
         The accepted nodes of sequence b are the first `count_B[b]` of `path_BR[b]` (int64, ascending node indices, the
         root first), or without paths the first `count_B[b]` nodes.
         """
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Keeps only the sequences with these indices, in this order."""
+        """Keeps only the sequences with the given indices, in the given order."""
 
     def append(self, other: Any) -> None:
         """Appends the sequences of another cache of the same target, which is not used afterwards."""
@@ -126,8 +126,8 @@ class Cache(Protocol):
 class DecodingTarget(Target):
     """A target that can decode.
 
-    `rollback_problem`: the reason why its cache cannot be rolled back, as text for a message; empty if it can. A target
-    without rollback decodes one request at a time, without a draft.
+    `rollback_problem`: the reason why the cache cannot be rolled back, as text for a message; empty if rollback works.
+    A target without rollback decodes one request at a time, without a draft.
     `pads`: whether all sequences of a cache take as many slots as the longest.
     `prefills_in_parts`: whether `prefill` may be called several times for the parts of a prompt.
     `moves`: how often `prepare_decoding` has found the weights at another place in memory, or in another dtype.
@@ -144,25 +144,25 @@ class DecodingTarget(Target):
 
     @abstractmethod
     def new_cache(self, sizes: Sequence[int]) -> Cache:
-        """A cache of empty sequences, each for at most this number of tokens, nodes of trees included."""
+        """A cache of empty sequences, with `sizes` the most tokens of each sequence, nodes of trees included."""
 
     def separate_cache(self, sizes: Sequence[int]) -> Cache:
-        """The same, with memory of its own: no other cache grows to make room for it."""
+        """`new_cache` with separate memory: no other cache grows to make room."""
         return self.new_cache(sizes)
 
     @abstractmethod
     def prefill(
         self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None, final: bool = True
     ) -> tuple[Tensor, list[Features]]:
-        """Runs the prompts (token ids) of the B sequences of a cache, and adds them to it. Returns the logits after
-        each prompt, [B, V], and the features of each prompt. `layers` are as in `TrainingTarget.features`; None: the
-        list of features is empty. Without `final`, the final states are those of each prompt's last token only, [1, D],
-        which may take less time."""
+        """Runs the prompts (token ids) of the B sequences of a cache, and adds the prompts to the cache. Returns the
+        logits after each prompt, [B, V], and the features of each prompt. `layers` are as in `TrainingTarget.features`;
+        None: the list of features is empty. Without `final`, features have the final state of each prompt's last token
+        only, [1, D], which may take less time."""
 
     @abstractmethod
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
-        """Runs the B x N nodes of trees (or chains) after the sequences in `cache`. A node sees its sequence and its
-        own ancestors.
+        """Runs the B x N nodes of trees (or chains) after the sequences in `cache`. A node attends to the sequence and
+        to the node's ancestors.
 
         Returns the logits [B, N, V], and the features of all nodes, [B N, ...] (None if `layers` is None). All nodes
         are in the cache until `Cache.keep` is called.

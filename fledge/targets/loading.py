@@ -58,13 +58,13 @@ def load_target(
 
     `dtype` is a torch dtype or one of the names of `fledge train --dtype`; None is float32 on the CPU, and the
     checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in the model's files runs only with
-    `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over its
-    ranks (`targets.sharded`), which all load it at the same time; only the first reads the weights, into host memory.
-    Without `weights`, only config and tokenizer are read, and the model is on the meta device: it has sizes, and
-    computes nothing.
+    `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over the
+    mesh's ranks (`targets.sharded`). All ranks load the model at the same time, and only the first rank reads the
+    weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
+    device: the model has sizes, and computes nothing.
 
-    Raises ValueError if files are missing or damaged, if they are not those of a causal language model, if the model
-    needs code that is not trusted, and if its weights are quantized by a package that is not installed.
+    Raises ValueError if files are missing or damaged, if the files hold no causal language model, if the model needs
+    code that is not trusted, and if the weights are quantized by a package that is not installed.
     """
     check_implementation(implementation)
     device, dtype = torch.device(device), parse_dtype(dtype)
@@ -73,7 +73,7 @@ def load_target(
         name, options, config = _read_config(path, trust_remote_code)
         wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
         quantization = quantization_of(config)
-        if quantization:  # otherwise transformers would leave out a quantization that it does not know
+        if quantization:  # otherwise transformers would leave out an unknown quantization
             AutoQuantizationConfig.from_dict(dict(config.quantization_config))
         if quantization and mesh is not None:
             raise ValueError(
@@ -81,7 +81,7 @@ def load_target(
                 "the target have all of it"
             )
         if weights and (mesh is None or mesh.get_local_rank() == 0):
-            # quantized models are loaded on their device, and some cannot be moved
+            # a quantized model is loaded on the final device, since some quantized models cannot be moved
             place: dict[str, Any] = {"device_map": {"": device}} if quantization and device.type != "cpu" else {}
             download_weights(name, options["revision"])
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
@@ -97,12 +97,12 @@ def load_target(
     _check_complete(path, info)
     options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
     if mesh is not None:
-        group = mesh.get_group()  # of which the first rank has the weights
+        group = mesh.get_group()  # the group's first rank has the weights
         shard_layers(model, mesh, fill_with(device, lambda x: broadcast(x, group=group, group_src=0)))
     if mesh is not None or not weights:
         return TransformersTarget(model, tokenizer, sharded=mesh is not None, **options)
     target = _make_target(model if quantization else model.to(device), tokenizer, implementation, **options)
-    target.parts.quantization = quantization  # where its format cannot run, transformers may load other weights
+    target.parts.quantization = quantization  # transformers may load other weights if the format cannot run
     return target
 
 
@@ -118,10 +118,10 @@ def load_head(
     """The parts of a target: only the embedding, the head, the last decoder layer (without its experts) and the final
     norm are loaded.
 
-    They have the properties and `logits` of the whole target, which is all that training from stored features needs;
-    the other layers are on the meta device. Arguments and errors are those of `load_target`. Returns
-    None if these weights do not have files of their own: for quantized models, for checkpoints without safetensors, and
-    where transformers makes them of several tensors in the files.
+    The parts have the properties and `logits` of the whole target, enough for training from stored features; all other
+    layers are on the meta device. Arguments and errors are as in `load_target`. Returns None if the weights cannot be
+    read one by one: for quantized models, for checkpoints without safetensors, and where transformers makes a weight of
+    several tensors in the files.
 
     With `partial_layer`, the model may be quantized, and weights of the last decoder layer that are quantized or made
     of several tensors stay on the meta device; `last_layer_weights` leaves them out.
@@ -158,9 +158,9 @@ def _read_weights(
     name: str, model: PreTrainedModel, needed: Mapping[str, torch.Size], more: Mapping[str, torch.Size],
     options: dict[str, Any],
 ) -> dict[str, Tensor] | None:  # fmt: skip
-    """The parameters of these names and shapes in a model's safetensors files, which may have them by names that
-    transformers changes, in floating-point numbers of 16 bits or more. None if the files lack any of the `needed`; of
-    `more`, returns those that the files have."""
+    """The parameters in a model's safetensors files with the names and shapes of `needed` and `more`, in floating-point
+    numbers of 16 bits or more. The files may have names that transformers changes. None if the files lack a `needed`
+    parameter; a missing parameter of `more` is left out."""
 
     def file_of(file: str) -> str | None:
         return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
@@ -187,8 +187,8 @@ def _read_weights(
 
 
 def _names_in_files(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """The names of tensors in files by those that the model gives them. They differ in Qwen3.5, for example, whose
-    files have the text model as a part of a larger one, and in Nemotron-H, whose files have another prefix."""
+    """Maps the model's names of tensors to the names in files. The names differ in Qwen3.5, for example, whose files
+    have the text model as a part of a larger model, and in Nemotron-H, whose files have another prefix."""
     renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
     state = model.state_dict()
     return {rename_source_key(key, renamings, [], model.base_model_prefix, state)[0]: key for key in keys}
@@ -204,9 +204,9 @@ def target_of(
     """Makes a target of a loaded transformers model, which is not copied, and is frozen.
 
     `tokenizer` None loads the tokenizer from the model's `name_or_path`. `implementation` "native" computes with
-    fledge's own forward pass (`NativeTarget`), "transformers" with the model's, and "auto" natively where that is
-    supported. Raises ValueError if there is no tokenizer, if the model is not a causal language model, and if it does
-    not support the implementation.
+    fledge's own forward pass (`NativeTarget`), "transformers" with the model's forward pass, and "auto" natively where
+    supported. Raises ValueError if there is no tokenizer, if the model is not a causal language model, and if the model
+    does not support the implementation.
     """
     check_implementation(implementation)
     name = model.config.name_or_path
@@ -222,7 +222,7 @@ def target_of(
 
 
 def check_implementation(implementation: str) -> None:
-    """Raises ValueError unless it is one of IMPLEMENTATIONS."""
+    """Raises ValueError unless `implementation` is in IMPLEMENTATIONS."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"target implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
 
@@ -245,8 +245,8 @@ def _make_target(
 
 
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
-    """Raises ValueError for tensors that transformers initialized randomly: those missing in a model's files, and those
-    of another size in the files than in config.json. `info` is transformers' report about the loading."""
+    """Raises ValueError for tensors that transformers initialized randomly: tensors missing in a model's files, and
+    tensors of another size in the files than in config.json. `info` is transformers' report about the loading."""
     differing = sorted(info["mismatched_keys"])
     for name, stored, wanted in differing:
         raise ValueError(
@@ -262,7 +262,7 @@ def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
 
 
 def _read_config(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any], Any]:
-    """A target's name and the options as transformers takes them, and its config. Raises ValueError for a RoPE type
+    """A target's name and options in transformers' form, and the target's config. Raises ValueError for a RoPE type
     that is not supported, and OSError if the generation config, which names the tokens that end an answer, is
     damaged."""
     name, revision = split_revision(path)
@@ -275,8 +275,8 @@ def _read_config(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[s
 
 
 def _generation_config(name: str, options: dict[str, Any]) -> GenerationConfig | None:
-    """A target's generation config; None if it has none. Raises OSError for a damaged one, which transformers, when it
-    loads a model, takes for a missing one."""
+    """A target's generation config; None if the file is missing. Raises OSError for a damaged generation config, which
+    transformers treats as missing when loading a model."""
     try:
         return GenerationConfig.from_pretrained(name, **options)
     except OSError as e:
@@ -301,7 +301,7 @@ def _read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBa
 
 
 def _other_kind(path: Path) -> str:
-    """What a path is if it is an adapter or a GGUF model in place of a model in transformers' format, with the cure."""
+    """A message with a cure if a path is an adapter or a GGUF model, and no model in transformers' format; or empty."""
     names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
     if any(name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin")) for name in names):
         return ""
@@ -318,7 +318,7 @@ def _other_kind(path: Path) -> str:
 
 
 def _adapter(file: Path, name: str) -> str:
-    """What an adapter is, and how it becomes a target, by its adapter_config.json."""
+    """A message about an adapter, from adapter_config.json: kind, base model, and how to merge both into a target."""
     try:
         config = read_json(file)
         kind, base = config["peft_type"], config["base_model_name_or_path"]
@@ -333,8 +333,8 @@ def _adapter(file: Path, name: str) -> str:
 
 @contextlib.contextmanager
 def _explaining_errors(path: str | Path) -> Iterator[None]:
-    """Context manager for loading a target, without bars of transformers: any exception becomes a ValueError that says
-    what is wrong and how to correct it."""
+    """Context manager for loading a target, without progress bars of transformers. Any exception becomes a ValueError
+    with the problem and a remedy."""
     name, _ = split_revision(path)
     local = Path(path).is_absolute() or name.count("/") > 1 or name.startswith(("./", "../"))
     if local and not Path(path).exists():

@@ -37,16 +37,16 @@ from fledge.targets.structure import forward as few_row_forward
 from fledge.targets.transformers import PASS_TOKENS, TransformersTarget, run_in_passes
 from fledge.types import Features, Packed, Tree
 
-# transformers' classes whose decoder layers are Llama's: RMSNorm, rotary grouped-query attention, gated SiLU MLP. They
-# may have biases, norms of queries and keys (Qwen3), fused projections (Phi-3), sliding windows, and mixtures of such
-# MLPs in all or some layers, with or without a shared one.
+# transformers' classes whose decoder layers are Llama's: RMSNorm, rotary grouped-query attention, gated SiLU MLP. The
+# layers may have biases, norms of queries and keys (Qwen3), fused projections (Phi-3), sliding windows, and mixtures of
+# gated MLPs in all or some layers, with or without a shared MLP.
 CLASSES = (
     "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 PARTS = (nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList)  # exactly these: a subclass may compute something else
 ACTIVATION = "transformers.activations"
-# transformers adds hooks to a model's layers when hidden states are asked for; they change nothing
+# transformers adds hooks to a model's layers when hidden states are asked for; the hooks change nothing
 HARMLESS_HOOKS = "transformers.utils.output_capturing"
 # The attention of the rows of a pass, `PackedRows` or `CachedRows` of `drafts/decode_layer.py`: the heads' outputs
 # [M, H d] of layer i, from the fused projections of M rows, [M, (H + 2 G) d], before RoPE and before the norms of
@@ -58,9 +58,9 @@ class NativeTarget(ModelTarget):
     """A transformers model whose forward pass is fledge's, for training and decoding. `options` are as in
     `TargetParts`.
 
-    The model's weights are used as they are, with projections that read the same input in one matrix. The model itself
-    still computes: `reference` is the same target computed by transformers, for comparison. Raises ValueError for a
-    model that the native forward pass does not support (see `native_problem`).
+    The native forward pass uses the model's weights, with projections of the same input joined in one matrix. The model
+    itself still computes: `reference` is the same target computed by transformers, for comparison. Raises ValueError
+    for a model that the native forward pass does not support (see `native_problem`).
     """
 
     implementation = "native"
@@ -81,7 +81,7 @@ class NativeTarget(ModelTarget):
         if pool is not None and (pool.buffer.device, pool.buffer.dtype) != (self.device, self.dtype):
             del self.pool
         self.native = NativeDecoder(self.model, self.config)
-        self._packed: NativeDecoder | None = None  # the same with weights that have copies, for decoding on a CPU
+        self._packed: NativeDecoder | None = None  # `native` with copies of weights, for decoding on a CPU
         self.parts.note_places()  # the joined projections are new
 
     # -- training -----------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class NativeTarget(ModelTarget):
         return KVCache(self.pool, sizes)
 
     def separate_cache(self, sizes: Sequence[int]) -> KVCache:
-        """CUDA graphs read the buffer of `pool`, so that they must be captured again when it grows."""
+        """Uses a new pool: when `pool` grows, CUDA graphs, which read the pool's buffer, must be captured again."""
         return KVCache(self._new_pool(), sizes)
 
     def prepare_decoding(self) -> None:
@@ -248,14 +248,15 @@ class NativeDecoder:
 
 
 def _windows(layers: Sequence[nn.Module], config: Any) -> list[int | None]:
-    """The sliding window of each decoder layer. Qwen's attention modules have their own; Mistral, Mixtral and Phi-3 use
-    the config's in all layers; Llama has none, whatever its config says."""
+    """The sliding window of each decoder layer (None: no window). Qwen's attention modules have a window each; Mistral,
+    Mixtral and Phi-3 use the config's window in all layers; Llama has no window, whatever the config says."""
     everywhere = config.sliding_window if config.model_type in ("mistral", "mixtral", "phi3") else None
     return [getattr(layer.self_attn, "sliding_window", everywhere) for layer in layers]
 
 
 class PackedRows:
-    """The attention of a packed row, without a cache. `documents` are the [start, end) token ranges that cover it."""
+    """The attention of a packed row, without a cache. `documents` are the row's [start, end) token ranges, without
+    gaps."""
 
     def __init__(self, documents: Sequence[tuple[int, int]], device: torch.device):
         counts, starts = [end - start for start, end in documents], [start for start, _ in documents]

@@ -1,4 +1,4 @@
-"""What all kinds of target have: a transformers model's weights, structure, limits and tokenizer."""
+"""The common parts of all kinds of target: a transformers model's weights, structure, limits and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ class TargetParts(Target):
     """A transformers model and its tokenizer, with the parts that training and decoding read beside the forward pass:
     embedding, head, final norm, the weights of the last layer, config. The model is not copied, and is frozen.
 
-    For a model that does not run, only embedding, head, norm and last layer need to have values; `last_layer` are the
-    last layer's weights if the model does not have them either.
+    For a model that does not run, only embedding, head, norm and last layer need to have values. `last_layer` are the
+    last layer's weights for a model without values for the last layer (None: the model has the values).
 
-    The model is modified in two ways. longrope's factors are fixed to those for `max_length`. On a CPU, linear layers
+    The model is modified in two ways. longrope always uses the factors for `max_length`. On a CPU, linear layers
     compute by `ops.products.linear`, which changes speed and rounding only.
 
-    The model's layers may be on several devices, as transformers' `device_map` places them. `device` is then the
-    embedding's, where tokens are expected and where hidden states and logits are returned.
+    The model's layers may be on several devices, as placed by transformers' `device_map`. `device` is then the device
+    of the embedding, where tokens are expected and where hidden states and logits are returned.
 
     `sharded` tells whether the layers are sharded over several ranks (`targets.sharded`). `quantization` names the
-    format of quantized weights, and is empty for others. `head_weight` and the last layer's weights are those that the
-    format's modules compute with. `moves` counts how often `follow_weights` has found the weights elsewhere.
+    format of quantized weights, and is empty otherwise. For quantized weights, `head_weight` and the last layer's
+    weights are the weights that the format's modules compute with. `moves` counts how often `follow_weights` has found
+    the weights elsewhere.
 
     `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported, and for
     embeddings that are quantized.
@@ -74,7 +75,7 @@ class TargetParts(Target):
         rope = RopeConfig.from_hf(self.shape).for_length(self.max_length)
         fix_longrope(self.decoder, rope)
         if rope.rope_type == "longrope" and not rope.long:
-            self.context = rope.original_max_position_embeddings  # which the short factors are for
+            self.context = rope.original_max_position_embeddings  # the limit of the short factors
         rotations = (module.rotary_emb for module in self.decoder.modules() if hasattr(module, "rotary_emb"))
         self.rotary = any(not hasattr(r, "embed_positions") for r in rotations)  # GPT-J has a table of rotations
         self.few_row_layers = use_few_row_products(model) if self.device.type == "cpu" else []
@@ -104,8 +105,8 @@ class TargetParts(Target):
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers. Raises ValueError, as `norm` does, if they cannot be identified. The model can then still
-        decode without a draft."""
+        """The decoder layers. Raises ValueError, as `norm` does, if the layers cannot be identified. The model can then
+        still decode without a draft."""
         return layers_and_norm(self.decoder, self.config.num_hidden_layers)[0]
 
     @cached_property
@@ -149,33 +150,36 @@ class TargetParts(Target):
 
     @cached_property
     def parameters(self) -> list[Tensor]:
-        """The model's parameters: their list, since collecting them takes as long as a token of a small model."""
+        """The model's parameters, as a cached list: collecting parameters takes as long as a token of a small model."""
         return list(self.model.parameters())
 
     @cached_property
     def _watched(self) -> list[nn.Module]:
-        """The modules with parameters of the embedding, the head, and the first and the last layer: where these are
-        tells whether the model was moved, and looking at all takes too long for each request."""
+        """The modules with parameters of the embedding, the head, and the first and the last layer. Whether the watched
+        parameters were moved tells whether the model was; checking all parameters of the model for each request takes
+        too long."""
         try:
             layers = [self.layers[0], self.layers[-1]]
-        except ValueError:  # they cannot be identified
+        except ValueError:  # the layers cannot be identified
             layers = []
         parts = [self.model.get_input_embeddings(), self.head, *layers]
         found = [module for part in parts if part is not None for module in part.modules()]
         return [module for module in found if next(module.parameters(recurse=False), None) is not None]
 
     def _weights_at(self) -> list[Any]:
-        """What differs after the model's weights were moved, converted or replaced by others."""
+        """The addresses and dtypes of the watched weights, which change when weights are moved, converted or replaced.
+        Empty for a sharded model."""
         if self.sharded:
             return []
         return [(p.data_ptr(), p.dtype) for module in self._watched for p in module.parameters(recurse=False)]
 
     def note_places(self) -> None:
-        """Notes where the weights are now, for `follow_weights`."""
+        """Notes the addresses and dtypes of the weights, for `follow_weights`."""
         self._places = self._weights_at()
 
     def follow_weights(self) -> bool:
-        """Reads the model's weights again if they were moved, converted or replaced, and returns whether they were."""
+        """Reads the model's weights again if the weights were moved, converted or replaced. Returns whether the weights
+        were read again."""
         if self._weights_at() == self._places:
             return False
         self.embedding = weight_of(self.model.get_input_embeddings(), torch.float32)
@@ -187,12 +191,12 @@ class TargetParts(Target):
 
 
 def _of_parts(name: str) -> Any:
-    """A property of `ModelTarget` that is the attribute of its parts with this name."""
+    """A property of `ModelTarget` that reads the attribute `name` of `parts`."""
     return property(attrgetter(f"parts.{name}"))
 
 
 class ModelTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
-    """A target that computes a transformers model. Its properties are those of its `parts`."""
+    """A target that computes a transformers model, with the properties of `parts`."""
 
     parts: TargetParts
     _logits_problem: str  # the reason why `logits` differ from the model's own; empty if they do not

@@ -1,7 +1,8 @@
-"""Targets whose weights are quantized: what they are, and the weights that their layers compute with.
+"""Quantized targets: the name of a target's quantization, and the weights that quantized layers compute with.
 
-transformers loads them with the packages of their formats (bitsandbytes, compressed-tensors, AWQ, GPTQ, fp8, ..), which
-replace linear layers by modules of their own. Such a module may hold its weight packed, scaled, or in 8 bits.
+transformers loads a quantized model with the package of the format (bitsandbytes, compressed-tensors, AWQ, GPTQ, fp8,
+..), which replaces linear layers by the package's modules. A replaced module may hold the weight packed, scaled, or in
+8 bits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-ROWS = 1024  # of the identity matrix at a time
-TOLERANCE = 0.2  # relative, of a product with the weight and the module's own, whose inputs may have 4 bits
+ROWS = 1024  # rows of the identity matrix at a time
+TOLERANCE = 0.2  # relative difference of products with the weight to the module's outputs; inputs may have 4 bits
 
 
 def quantization_of(config: Any) -> str:
-    """The name of a model's quantization, such as "bitsandbytes (4 bits)", by its config; empty if it has none."""
+    """The name of a model's quantization by the model's config, such as "bitsandbytes (4 bits)"; empty for a model that
+    is not quantized."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return ""
@@ -32,8 +34,8 @@ def quantization_of(config: Any) -> str:
 
 
 def loading_alone(quantization: str) -> AbstractContextManager[None]:
-    """Context manager for a rank that loads a quantized model by itself: compressed-tensors otherwise divides the work
-    among all ranks, of which some may not load it."""
+    """Context manager for a rank that loads a quantized model alone: otherwise, compressed-tensors divides the work
+    among all ranks, even ranks that do not load the model."""
     if not quantization.startswith("compressed-tensors"):
         return nullcontext()
     try:
@@ -59,10 +61,10 @@ def is_plain(weight: Any) -> bool:
 
 @torch.no_grad()
 def weight_of(module: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """The weight [out, in] of a linear layer or [V, D] of an embedding: the module's own, or in `dtype` the one that a
-    quantized linear layer computes with. A weight that ranks share is gathered by all of them. None if the module has
-    no weight. Raises ValueError for a quantized embedding, and for a layer whose products differ from those with the
-    weight found.
+    """The weight [out, in] of a linear layer or [V, D] of an embedding: the module's own weight, or for a quantized
+    linear layer the weight that the layer computes with, in `dtype`. All ranks gather a weight that ranks share. None
+    if the module has no weight. Raises ValueError for a quantized embedding, and for a layer whose outputs differ from
+    the products with the weight found.
     """
     weight = getattr(module, "weight", None)
     if is_plain(weight):
@@ -76,8 +78,9 @@ def weight_of(module: nn.Module, dtype: torch.dtype) -> Tensor | None:
 
 
 def _products_with_identity(module: nn.Module, width: int, dtype: torch.dtype) -> Tensor:
-    """The weight of a linear layer as its products with the rows of the identity matrix. With one number in a row,
-    formats that quantize a layer's inputs round nothing: a scale of the layer's own is that number."""
+    """The weight of a linear layer, from the layer's outputs for the rows of the identity matrix. Formats that quantize
+    inputs round nothing in a row with a single number: a layer with a fixed input scale gets the scale as the
+    number."""
     device = next(x.device for x in (*module.parameters(), *module.buffers()))
     scale = getattr(module, "input_scale", None)
     one = float(scale) if isinstance(scale, Tensor) and scale.numel() == 1 else 1.0

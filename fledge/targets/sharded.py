@@ -21,11 +21,11 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Fill) -> None:
 
     `fill(modules)` loads the weights and buffers of modules, submodules excluded, to this rank's device. `fill` is
     called layer by layer, so that a rank never holds more than one whole layer, and then for the rest of the model.
-    Embeddings, final norm and head stay whole on every rank, as the draft and the teacher
-    read them all the time. In a forward pass, each layer is gathered before it computes and freed after it, while the
-    next one is gathered.
+    Embeddings, final norm and head stay whole on every rank, since the draft and the teacher read these weights all the
+    time. In a forward pass, a layer is gathered before computing and freed afterwards, while the next layer is
+    gathered.
 
-    From then on all ranks have to run the same number of forward passes. Raises ValueError if the decoder's layers
+    After sharding, all ranks have to run the same number of forward passes. Raises ValueError if the decoder's layers
     cannot be identified.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -37,7 +37,7 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Fill) -> None:
         fully_shard(layer, mesh=mesh)
     fill(m for m in model.modules() if id(m) not in inside)
     whole = {p for p in decoder.parameters() if not isinstance(p, DTensor)}
-    fully_shard(decoder, mesh=mesh, ignored_params=whole)  # so that the layers know of each other
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)  # a common root: the layers share streams
     model.requires_grad_(False)
     for layer in layers:  # once outside of inference mode, in which the buffers of gathered weights must not be made
         with gathered(layer):
@@ -45,12 +45,12 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Fill) -> None:
 
 
 def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Fill:
-    """A `fill` for `shard_layers`: moves weights and buffers to a device, and then overwrites them. Weights on the meta
-    device have no values before."""
+    """A `fill` for `shard_layers`: moves weights and buffers to a device, and then calls `overwrite` with each tensor.
+    A tensor that was on the meta device has no values before `overwrite`."""
 
     @torch.no_grad()
     def fill(modules: Iterable[nn.Module]) -> None:
-        # by the tensor before, as tied weights belong to several modules; kept for longer, layers would stay whole
+        # by the old tensor, since tied weights belong to several modules; a longer-lived dict would keep layers whole
         moved: dict[Tensor, Tensor] = {}
         for group in (group for m in modules for group in (m._parameters, m._buffers)):
             for name, x in group.items():
@@ -67,7 +67,7 @@ def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Fi
 
 @contextmanager
 def gathered(layer: nn.Module) -> Iterator[None]:
-    """Context manager: within the block, a layer has its whole weights on every rank. All ranks have to enter it."""
+    """Context manager: within the block, every rank has a layer's whole weights. All ranks have to enter the block."""
     if not isinstance(layer, FSDPModule):
         yield
         return

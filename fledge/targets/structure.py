@@ -21,8 +21,8 @@ from fledge.targets.quantized import weight_of
 # which end with 5.40; earlier versions, and code that comes with a model, do not have `cache`; `state` is RWKV's
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The weights that some layers compute with now instead of their own. Not an attribute of the layers, since a model that
-# the caller has loaded should compute with its own weights at any other time, and be copied and pickled as before.
+# Substitute weights of layers inside `computing_with`. Not an attribute of the layers: outside, the caller's model
+# should compute with the model's own weights, and be copied and pickled as before.
 _INSTEAD: dict[nn.Linear, Tensor] = {}
 
 
@@ -46,9 +46,9 @@ def _reads_tokens(module: nn.Module) -> bool:
 
 def cache_argument(model: nn.Module, decoder: nn.Module) -> str:
     """The name of the argument with which the model's forward pass takes a cache. A forward with `**kwargs` alone, as
-    of a wrapper, passes it on to the decoder's."""
+    of a wrapper, passes the cache on to the decoder's forward."""
     for module in (model, decoder):
-        parameters = inspect.signature(module.forward).parameters  # of what decorators wrap, which may translate names
+        parameters = inspect.signature(module.forward).parameters  # of the function below decorators
         for name in CACHE_ARGUMENTS:
             if name in parameters:
                 return name
@@ -56,7 +56,7 @@ def cache_argument(model: nn.Module, decoder: nn.Module) -> str:
 
 
 def layers_and_norm(decoder: nn.Module, n: int) -> tuple[nn.ModuleList, nn.Module]:
-    """A decoder's n layers and its final norm. Raises ValueError if they cannot be identified."""
+    """A decoder's n layers and final norm. Raises ValueError if layers and norm cannot be identified."""
     layers, norms = _candidates(decoder, n)
     if len(layers) != 1 or not norms:
         raise ValueError(
@@ -100,8 +100,8 @@ def fix_longrope(decoder: nn.Module, rope: RopeConfig) -> None:
 
 @torch.no_grad()
 def last_layer_weights(last: nn.Module, norm: nn.Module, eps: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """`Target.last_layer_weights` of the last decoder layer and the final norm. `eps` is that of the norms, and `dtype`
-    the one of weights that are quantized."""
+    """`Target.last_layer_weights` of the last decoder layer and the final norm. `eps` is the norms' eps, and `dtype`
+    the dtype for quantized weights."""
     found: dict[str, Tensor | None] = {"norm": _gains(norm, eps)}
     attention, mlp = getattr(last, "self_attn", None), getattr(last, "mlp", None)
     if attention is not None and mlp is not None:
@@ -116,15 +116,15 @@ def last_layer_weights(last: nn.Module, norm: nn.Module, eps: float, dtype: torc
 
 
 def _weight(module: nn.Module, name: str, dtype: torch.dtype) -> Tensor | None:
-    """The weight of a module's child; None if it has none, or if it was not loaded."""
+    """The weight of a module's child; None without a child or weight, or if the weight was not loaded."""
     part = getattr(module, name, None)
     weight = None if part is None else weight_of(part, dtype)
     return None if weight is None or weight.is_meta else weight
 
 
 def _qkv(attention: nn.Module, dtype: torch.dtype) -> list[Tensor | None]:
-    """The weights of the q, k and v projections. Phi-3 has them in one matrix; the linear attention of MiniMax too, but
-    without key-value heads, and its weights are left out."""
+    """The weights of the q, k and v projections. Phi-3 joins q, k and v in one matrix. MiniMax's linear attention does
+    so too, but has no key-value heads: the weights of linear attention are left out."""
     fused, heads = _weight(attention, "qkv_proj", dtype), getattr(attention, "num_key_value_heads", None)
     if fused is None or heads is None:
         return [_weight(attention, n, dtype) for n in ("q_proj", "k_proj", "v_proj")]
@@ -133,7 +133,7 @@ def _qkv(attention: nn.Module, dtype: torch.dtype) -> list[Tensor | None]:
 
 
 def _gate_up(mlp: nn.Module, dtype: torch.dtype) -> list[Tensor | None]:
-    """The weights of the gate and up projections. Phi-3 has them in one matrix."""
+    """The weights of the gate and up projections. Phi-3 joins gate and up in one matrix."""
     fused = _weight(mlp, "gate_up_proj", dtype)
     return [_weight(mlp, n, dtype) for n in ("gate_proj", "up_proj")] if fused is None else list(fused.chunk(2))
 
@@ -160,14 +160,14 @@ def use_few_row_products(model: nn.Module) -> list[nn.Linear]:
     return [m for m in replaced if getattr(vars(m)["forward"], "__func__", None) is forward]
 
 
-def forward(self: nn.Linear, x: Tensor) -> Tensor:  # by this name, pickle finds it in a layer
+def forward(self: nn.Linear, x: Tensor) -> Tensor:  # the name `forward` lets pickle find the function in a layer
     weight = _INSTEAD.get(self)
     return linear(x, self.weight if weight is None else weight, self.bias)
 
 
 @contextmanager
 def computing_with(weights: Mapping[nn.Linear, Tensor]) -> Iterator[None]:
-    """While it is entered, these of the layers of `use_few_row_products` compute with these weights."""
+    """Context manager: within the block, the given layers of `use_few_row_products` compute with the given weights."""
     _INSTEAD.update(weights)
     try:
         yield

@@ -65,8 +65,8 @@ class TransformersTarget(ModelTarget):
         self.parts = TargetParts(model, tokenizer, **options)
         self._heads_per_key = heads_per_key(self.config) if install_attention(self.parts.decoder) else 1
         self._cache_argument = cache_argument(model, self.parts.decoder)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters  # computes some only
-        self._copies: dict[nn.Linear, Tensor] = {}  # of layers, aliases of their weights that have copies
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters  # can skip early logits
+        self._copies: dict[nn.Linear, Tensor] = {}  # by layer, aliases of weights that have copies
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class TransformersTarget(ModelTarget):
         return logits, None if layers is None else self._features(states, layers)
 
     def run(self, token_BN: Tensor, cache: TargetCache | RecurrentCache, **inputs: Any) -> Tensor:
-        """Runs tokens after those in a cache, and adds them to the cache. Returns the model's logits [B, N, V]."""
+        """Runs tokens after the tokens in a cache, and adds the new tokens. Returns the model's logits [B, N, V]."""
         with computing_with(self._copies):
             if isinstance(cache, RecurrentCache):
                 if self._keeps_logits:
@@ -233,17 +233,17 @@ class TransformersTarget(ModelTarget):
 
     @functools.cached_property
     def _window(self) -> int | None:
-        """The window of the layers with sliding-window attention, in tokens; None without one. A config may name a
-        window that its model ignores, as Llama's does. So, unless the config says which layers have it, the model's
-        code must name it too."""
+        """The window of the layers with sliding-window attention, in tokens; None without a window. A config may name a
+        window that the model ignores, as Llama's config does. Unless the config lists the layers' types, a window
+        counts only if the model's code mentions `sliding_window` too."""
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "layer_types", None) or window is None:
             return window
-        # not FSDP's class, which is made of the model's when it is sharded
+        # skips FSDP's class, which sharding derives from the model's class
         own = next(c for c in type(self.parts.decoder).__mro__ if not c.__module__.startswith("torch."))
         try:
             code = inspect.getsource(sys.modules[own.__module__])
-        except (OSError, TypeError):  # a model that was written in an interactive session: its config is believed
+        except (OSError, TypeError):  # a model without source code, from an interactive session: trusts the config
             return window
         return window if "sliding_window" in code else None
 
