@@ -1,1 +1,1 @@
-"""The target's hidden states of training documents on disk: written once, and read by every training that uses them."""
+"""The target's hidden states of training documents on disk: written once, and read by many training runs."""

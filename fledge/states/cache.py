@@ -5,9 +5,9 @@
     held-out.jsonl           records that are not among the documents, to measure τ
     shard-00000.safetensors  the features of the shard's documents, concatenated (`Layout.tensors`)
 
-A shard is written to a temporary file, flushed to the disk and renamed, so each file of that name is complete. Its
-metadata name the manifest that it belongs to, and the hash of its content. The hash is compared only when a user asks
-for it (`fledge features --verify`): a shard is large, and training reads parts of many from the first step on.
+A shard is written to a temporary file, flushed to the disk and renamed, so each file with a shard's name is complete. A
+shard's metadata name the shard's manifest and the hash of the content. Only `fledge features --verify` compares the
+hash: a shard is large, and training reads parts of many shards from the first step on.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 MANIFEST, DOCUMENTS, HELD_OUT = "manifest.json", "documents.safetensors", "held-out.jsonl"
 FORMAT = 1
-BLOCK_BYTES, THREADS = 8 * 2**20, 8  # of a content that is hashed, and threads that hash blocks
+BLOCK_BYTES, THREADS = 8 * 2**20, 8  # bytes of a block of hashed content, and threads that hash blocks
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 CONTENT = "content"  # the entry of a file's metadata with the hash of its content
 
-# the fields of a manifest that determine the features, as messages call them
+# the fields of a manifest that determine the features, with the names in messages
 IDENTITY = {
     "target_sha256": "target",
     "tokenizer_sha256": "tokenizer",
@@ -62,13 +62,13 @@ IDENTITY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What stored features are: the content of manifest.json.
+    """The description of stored features: the content of manifest.json.
 
-    `target` is the target's directory or hub id, `target_sha256` a hash of its weights (`weights_sha256`), and
-    `target_layers` the number of its layers. `data` are the sources, as given, and `data_sha256` the fingerprint of the
-    documents. `template_modes` are all sets of template variables of the documents (empty: one, `template_kwargs`).
-    `layers`, `width`, `precision` and `all_last` are those of `Layout`, and `dtype` is the one in which the
-    target computed. `tokens` and `last_states` are the numbers of tokens and of stored final states. `shards` are the
+    `target` is the target's directory or hub id, `target_sha256` a hash of the target's weights (`weights_sha256`), and
+    `target_layers` the target's number of layers. `data` are the sources, as given, and `data_sha256` the fingerprint
+    of the documents. `template_modes` are all sets of template variables of the documents (empty: `template_kwargs`
+    alone). `layers`, `width`, `precision` and `all_last` are as in `Layout`, and `dtype` is the target's dtype of
+    computation. `tokens` and `last_states` are the numbers of tokens and of stored final states. `shards` are the
     documents of each shard, [first, end).
     """
 
@@ -105,7 +105,7 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: Manifest) -> str | None:
-        """What differs from the features of another manifest, as text for a message; None if they are the same."""
+        """The difference to the features of another manifest, as text for a message; None for equal features."""
         for name, what in IDENTITY.items():
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -115,8 +115,8 @@ class Manifest:
 
 
 class FeatureCache:
-    """A directory of stored features, or one that is about to be written. `documents` are those of the manifest; None
-    reads them from the directory when they are needed."""
+    """A directory of stored features, or of features to be written. `documents` are the manifest's documents (None:
+    read from the directory when needed)."""
 
     def __init__(self, path: Path, manifest: Manifest, documents: Sequence[Document] | None = None):
         self.path, self.manifest, self.layout = path, manifest, manifest.layout
@@ -124,11 +124,11 @@ class FeatureCache:
 
     @classmethod
     def open(cls, path: str | Path, documents: Sequence[Document] | None = None) -> FeatureCache:
-        """The features in a directory. Raises ValueError if it has no manifest, or a damaged one."""
+        """The features in a directory. Raises ValueError if the manifest is missing or damaged."""
         return cls(Path(path), _read_manifest(Path(path)), documents)
 
     def create(self, held_out: Sequence[Record]) -> None:
-        """Writes everything but the shards; the manifest last. Only one process at a time may do so."""
+        """Writes everything but the shards; the manifest last. Only one process at a time may call `create`."""
         documents = self.documents
         tensors = {
             "tokens": torch.from_numpy(np.concatenate([d.tokens for d in documents])),
@@ -143,7 +143,7 @@ class FeatureCache:
 
     @functools.cached_property
     def documents(self) -> Sequence[Document]:
-        """The documents. Raises ValueError if they are damaged or not those of the manifest."""
+        """The documents. Raises ValueError if the documents are damaged, or differ from the manifest's documents."""
         if self._documents is not None:
             return self._documents
         file = self.path / DOCUMENTS
@@ -181,8 +181,7 @@ class FeatureCache:
         return self.path / f"shard-{shard:05}.safetensors"
 
     def temporary(self, shard: int) -> Path:
-        """The file that a shard is written to. It exists from the moment on at which the shard gets its share of the
-        budget."""
+        """The file that a shard is written to. The file exists as soon as the shard has a share of the budget."""
         return self.path / (TEMPORARY + self.file(shard).name)
 
     def lock(self, shard: int) -> Path:
@@ -192,7 +191,7 @@ class FeatureCache:
         return self.file(shard).exists()
 
     def check_written(self) -> None:
-        """Raises ValueError for a shard that is there, but truncated, damaged or of other features."""
+        """Raises ValueError if a written shard is truncated, has a damaged header, or is of other features."""
         for shard in filter(self.is_written, self.shards):
             self._header(shard)
 
@@ -209,7 +208,8 @@ class FeatureCache:
         return {"fledge": f"shard {shard} of the features {self.manifest.id}"}
 
     def save(self, shard: int, tensors: dict[str, Tensor]) -> None:
-        """Writes a shard, contiguous tensors on the CPU; it has its name only when all of it is on the disk."""
+        """Writes a shard of contiguous tensors on the CPU. The file gets the shard's name when the whole content is on
+        the disk."""
         write_shard(self.file(shard), tensors, self.metadata(shard), self.temporary(shard))
 
     def offsets(self, shard: int) -> dict[str, int]:
@@ -233,8 +233,8 @@ class FeatureCache:
             raise ValueError(f"{self.file(shard)} is damaged: its content is not what was written; {_REPLACE}")
 
     def _header(self, shard: int) -> tuple[dict[str, tuple[int, int]], str | None]:
-        """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of its content (None: it has
-        none). Raises ValueError as `offsets` says."""
+        """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of the content (None: not in
+        the header). Raises ValueError as `offsets` says."""
         file, header = self.file(shard), None
         expected = self.layout.tensors(*self.sizes.total(*self.manifest.shards[shard]))
         try:
@@ -330,8 +330,8 @@ def write_shard(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
 
 
 def content_hash(blocks: Iterable[T], bytes_of: Callable[[T], bytes | memoryview]) -> str:
-    """The hash of a content, in hexadecimal: the SHA-256 of the SHA-256 hashes of its blocks, BLOCK_BYTES each, which
-    start anew with each tensor. Several threads hash blocks, so that a disk is slower than they are."""
+    """The hash of a content, in hexadecimal: the SHA-256 of the blocks' SHA-256 hashes. Blocks have BLOCK_BYTES bytes,
+    and each tensor starts a block. Several threads hash blocks, which is faster than a disk."""
     with ThreadPoolExecutor(THREADS) as executor:
         hashes = executor.map(lambda block: hashlib.sha256(bytes_of(block)).digest(), blocks)
         return hashlib.sha256(b"".join(hashes)).hexdigest()

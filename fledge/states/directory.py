@@ -19,8 +19,8 @@ Say = Callable[[str], None]
 
 
 def verify_features(directory: str, say: Say, progress: Any) -> None:
-    """Compares all features in a directory with the hashes that were written. Raises ValueError if some are damaged or
-    missing, after a message for each."""
+    """Compares all features in a directory with the hashes that were written. Raises ValueError if shards are damaged
+    or missing, after a message for each shard."""
     cache = FeatureCache.open(directory)
     shards, problems = cache.shards, []
     with progress.count("tokens", sum(map(cache.tokens, shards)), unit="tokens") as advance:
@@ -42,8 +42,8 @@ def write_features(
     out: Path, new: Manifest, source: FeatureSource, documents: list[Document], held_out: list[Record],
     budget: int | None, say: Say, progress: Any,
 ) -> None:  # fmt: skip
-    """Writes the features of documents, or those that are missing, to the directory `out`. `new` is the manifest that
-    the directory is to have, and `budget` the maximum of bytes on the disk; None: the free space.
+    """Writes the features of documents that are missing in the directory `out`. `new` is the manifest that the
+    directory is to have, and `budget` the maximum of bytes on the disk; None: the free space.
 
     Raises ValueError before anything is written if the features do not fit, or if the directory holds other features;
     and for features that are not finite.
@@ -60,7 +60,7 @@ def write_features(
     def compute(row: Packed) -> Features:
         features = source.features(row)
         for states in (features.aux_TAD, features.last_TD):
-            source.target.check_numbers(states.abs())  # so that -inf, which logits may have, is refused too
+            source.target.check_numbers(states.abs())  # `abs`: refuses -inf too, which is valid in logits only
         return features
 
     tokens, left = (sum(map(cache.tokens, shards)) for shards in (cache.shards, missing))
@@ -78,11 +78,11 @@ def write_features(
 
 
 def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
-    """The features in a directory, or new ones that are not written yet. Raises ValueError if the directory holds other
-    features than `new`, or other files."""
+    """The features in a directory, or new features that are not written yet. Raises ValueError if the directory holds
+    features that differ from `new`, or unrelated files."""
     if not (out / MANIFEST).exists():
         names = [f.name for f in out.iterdir()] if out.exists() else []
-        left = (DOCUMENTS, HELD_OUT) if DOCUMENTS in names else ()  # by a killed process, in this order
+        left = (DOCUMENTS, HELD_OUT) if DOCUMENTS in names else ()  # left by a killed process, in this order
         if other := next((n for n in sorted(names) if n not in left and not n.startswith(".")), None):
             raise ValueError(f"{out} holds other files, such as {other}; choose another --out")
         return FeatureCache(out, new, documents)
@@ -93,8 +93,8 @@ def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
 
 
 def _create(cache: FeatureCache, held_out: list[Record], say: Say) -> FeatureCache:
-    """Writes the directory's manifest and documents, unless they are there; another process may have written them in
-    the meantime."""
+    """Writes the directory's manifest and documents, unless another process has written manifest and documents in the
+    meantime."""
     with waiting_lock(cache.path, say):
         there = _open(cache.path, cache.manifest, list(cache.documents))
         if there.manifest is cache.manifest:

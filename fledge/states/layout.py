@@ -20,7 +20,7 @@ from fledge.data.documents import Document
 LAYERS, SCALES, LAST = "layers", "scales", "last"  # the tensors of a shard
 HEADER_BYTES = 1024  # upper bound of a shard's header
 ALIGNMENT = 256  # bytes, of a tensor's start in a buffer
-DOCUMENT_BYTES = 4 + 4  # per token: its id and its span, int32
+DOCUMENT_BYTES = 4 + 4  # bytes of a token's id and span, int32
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
@@ -47,7 +47,7 @@ PRECISIONS = {
 
 
 def encode_layers(states_TAD: Tensor, precision: Precision) -> tuple[Tensor, Tensor | None]:
-    """Finite states as they are stored: [T, A, D] in `precision.layers`, and scales, float32 [T, A], if there are any.
+    """Finite states in stored form: [T, A, D] in `precision.layers`, and scales, float32 [T, A] (None: no scales).
 
     States beyond the range of float16 become infinite; the other precisions have the range of float32.
     """
@@ -63,8 +63,8 @@ def encode_layers(states_TAD: Tensor, precision: Precision) -> tuple[Tensor, Ten
 def decode_layers(
     stored_TLD: Tensor, scale_TL: Tensor | None, out_TAD: Tensor, columns: Sequence[int] | None = None
 ) -> None:  # fmt: skip
-    """Writes the stored states of L layers, or of A of them (`columns`), into `out_TAD`, whose dtype is the dtype of
-    computation. Products with scales are float32; one layer at a time, so that they take little memory."""
+    """Writes the stored states of all L layers, or of A layers (`columns`), into `out_TAD`, whose dtype is the dtype of
+    computation. Products with scales are float32, computed one layer at a time to save memory."""
     for i, column in enumerate(range(stored_TLD.shape[1]) if columns is None else columns):
         states_TD = stored_TLD[:, column]
         if scale_TL is None:
@@ -76,9 +76,9 @@ def decode_layers(
 def teacher_tokens(document: Document) -> Tensor:
     """The tokens of a document after which the loss reads the target's distribution, ascending int64.
 
-    They are the x_{t+1+k} of all live slots t and steps k (see `Packed.live`). Those of step 0 are all of them: where
-    slot t is live at step k, slot t + k is live at step 0. So they do not depend on the number of steps: all tokens but
-    the first whose successor belongs to the same span.
+    The loss reads the distribution after the tokens x_{t+1+k} of all live slots t and steps k (see `Packed.live`). Step
+    0 alone gives the same tokens: where slot t is live at step k, slot t + k is live at step 0. The result is therefore
+    independent of the number of steps: all tokens but the first whose successor belongs to the same span.
     """
     span = document.spans
     return torch.from_numpy(np.flatnonzero((span[1:-1] >= 0) & (span[1:-1] == span[2:])) + 1)
@@ -91,9 +91,9 @@ def needed_tokens(document: Document) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is stored of each token: the states of `layers` (ids as in `TrainingTarget.features`), each of `width`
-    numbers, and the final state; with `all_last` of every token, otherwise of `teacher_tokens`. `precision` is a key of
-    PRECISIONS."""
+    """The stored states of a token: the states of `layers` (ids as in `TrainingTarget.features`), each of `width`
+    numbers, and the final state. With `all_last`, final states are stored of every token, otherwise of
+    `teacher_tokens`. `precision` is a key of PRECISIONS."""
 
     layers: tuple[int, ...]
     width: int
@@ -125,8 +125,8 @@ Places = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]  # of tensors in a 
 
 
 def place(layout: Layout, names: Sequence[str], tokens: int, last: int) -> tuple[Places, int]:
-    """Places the tensors of `Layout.tensors` that are in `names` one after the other in a buffer. Returns their places
-    and the number of bytes."""
+    """Places the tensors `names` of `Layout.tensors` in a buffer, one after the other. Returns the tensors' places and
+    the number of bytes."""
     places, end = {}, 0
     for name, (dtype, shape) in layout.tensors(tokens, last).items():
         if name in names:

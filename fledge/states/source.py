@@ -28,12 +28,12 @@ from fledge.states.layout import LAST, LAYERS, SCALES, Places, decode_layers, pl
 from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
 
-ROWS_AHEAD = 2  # rows that are read before they are asked for
-PIECE_BYTES = 4 * 2**20  # that are read at a time
+ROWS_AHEAD = 2  # rows that are read in advance
+PIECE_BYTES = 4 * 2**20  # bytes that are read at a time
 
 
 def rows_ahead(rows: RowIterator, count: int, ask: Callable[[Packed], None]) -> RowIterator:
-    """The same rows; `ask` gets each row `count` rows before it is given."""
+    """Yields the same rows; `ask` gets each row `count` rows in advance."""
     upcoming: deque[Packed] = deque()
     for row in rows:
         ask(row)
@@ -52,16 +52,16 @@ class StagedRow(NamedTuple):
 
 
 class DiskFeatures:
-    """Features of the given layers from a cache, which is a `FeatureSource`. `logits` computes the teacher's logits;
-    `device` and `dtype` are those of the features.
+    """A `FeatureSource` of the given layers, from a cache. `logits` computes the teacher's logits; `device` and `dtype`
+    are the device and dtype of the features.
 
     Final states are zeros for tokens whose final state is not stored. Raises ValueError for layers that the cache does
     not have.
 
-    Rows go through ROWS_AHEAD slots of device memory, as stored (fp8 takes half of what the features take): a thread
-    fills a slot piece by piece while the draft trains on the rows before, and `features` only decodes it. A slot is
-    filled again after it was decoded. One thread reads several times as fast as a training step needs; more of them
-    are faster still, but take Python's lock from the thread that queues the step's kernels.
+    Rows go through ROWS_AHEAD slots of device memory, in stored form (fp8 takes half of the features' memory): a thread
+    fills a slot piece by piece while the draft trains on earlier rows, and `features` only decodes the slot. A decoded
+    slot is filled again. One thread reads several times as fast as a training step needs; more threads are faster
+    still, but take Python's lock from the thread that queues the step's kernels.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class DiskFeatures:
         read = [name for name in cache.layout.tensors(0, 0) if self.columns or name == LAST]
         self.reader = RowReader(cache, read)
         self._slots: list[Slot] = []
-        self._free: SimpleQueue[Slot | None] = SimpleQueue()  # those of `_slots` that no row is read into
+        self._free: SimpleQueue[Slot | None] = SimpleQueue()  # the slots of `_slots` that no row is read into
         self._ahead: dict[int, Future[StagedRow]] = {}  # by the id of the row, in the order of the rows
 
     def ahead(self, rows: RowIterator) -> RowIterator:
-        """The same rows, all of one length. The next ROWS_AHEAD are read from the disk by a thread before they are
-        asked for. Their features have to be asked for in this order; those of some rows may be left out. The thread
-        ends when the generator is closed."""
+        """Yields rows unchanged; all rows must have the same length. A thread reads the next ROWS_AHEAD rows from the
+        disk in advance. Ask for the features of rows in the order of the rows; rows may be left out. The thread ends
+        when the generator is closed."""
         if (first := next(rows, None)) is None:
             return
         self._free = SimpleQueue()
@@ -99,13 +99,13 @@ class DiskFeatures:
             try:
                 yield from rows_ahead(itertools.chain([first], rows), ROWS_AHEAD, read)
             finally:
-                self._free.put(None)  # so that the thread waits no more
+                self._free.put(None)  # ends the wait of the thread
                 self._ahead.clear()
                 reader.shutdown(wait=True, cancel_futures=True)
 
     def features(self, row: Packed) -> Features:
-        """The features of a packed row whose `sources` are documents of the cache. A row without sources, as it is used
-        to measure the memory of a training step, gets zeros, through the same steps and in as much memory. Raises
+        """The features of a packed row whose `sources` are documents of the cache. A row without sources (a trial row,
+        to measure the memory of a training step) gets zeros, through the same steps and in as much memory. Raises
         ValueError for shards that are missing, truncated, damaged or of other features."""
         if not row.sources:
             slot = self._slots_for(row.token_T.numel())[0]
@@ -150,14 +150,14 @@ class DiskFeatures:
         return StagedRow(row, layout, slot)
 
     def _read_when_free(self, row: Packed) -> StagedRow:
-        """Reads a row as soon as there is a slot for it."""
+        """Reads a row as soon as a slot is free."""
         if (slot := self._free.get()) is None:
             raise CancelledError
         slot.wait_for_use()
         return self._read(row, slot)
 
     def _read_ahead(self, row: Packed) -> StagedRow | None:
-        """The row, if it is read ahead. The slots of rows before it, which were not asked for, become free."""
+        """The staged row, if the row was read ahead, else None. Frees the slots of earlier rows, which were skipped."""
         if id(row) in self._ahead:
             for key in list(self._ahead):
                 staged = self._ahead.pop(key).result()
@@ -173,14 +173,14 @@ class DiskFeatures:
     # -- device memory ----------------------------------------------------------------------------------------------
 
     def _slot_bytes(self, tokens: int) -> int:
-        """The most bytes that a row of this length takes."""
+        """The most bytes of a row of `tokens` tokens."""
         return place(self.cache.layout, self.reader.names, tokens, tokens)[1]
 
     def _slots_for(self, tokens: int) -> list[Slot]:
-        """The slots for rows of this length. They stay in memory until rows of another length are read."""
+        """The slots for rows of `tokens` tokens. The slots stay in memory until rows of another length are read."""
         size = self._slot_bytes(tokens)
         if not self._slots or self._slots[0].bytes.numel() != size:
-            self._slots.clear()  # frees them first
+            self._slots.clear()  # frees the old slots first
             self._slots += [Slot(size, self.device) for _ in range(ROWS_AHEAD)]
             self._uploader.after_current_stream()
         return self._slots
@@ -194,7 +194,7 @@ class DiskFeatures:
 
 
 class Extent(NamedTuple):
-    """`size` bytes of a row, from its byte `start` on; they are stored in a shard's file, from byte `offset` on."""
+    """`size` bytes of a row, from the row's byte `start` on, stored in a shard's file from byte `offset` on."""
 
     start: int
     size: int
@@ -246,7 +246,7 @@ class RowReader:
             yield from cut(extents, PIECE_BYTES)
 
     def announce(self, pieces: Sequence[Sequence[Extent]]) -> None:
-        """Tells the operating system what will be read, so that a disk gets many requests at a time."""
+        """Announces the reads of pieces to the operating system, so that a disk gets many requests at a time."""
         if hasattr(os, "posix_fadvise"):
             for extent in itertools.chain.from_iterable(pieces):
                 with self._open(extent.shard) as f:
@@ -317,7 +317,7 @@ class Slot:
         self._used = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
 
     def end_use(self) -> None:
-        """Marks the work that is queued on the current stream as the last that reads these bytes."""
+        """Marks the work queued on the current stream as the last reader of the slot's bytes."""
         if self._used:
             self._used.record(torch.cuda.current_stream(self.bytes.device))
 
@@ -330,9 +330,9 @@ class Slot:
 class Uploader:
     """Fills parts of device memory with bytes that a function reads, at most PIECE_BYTES at a time.
 
-    On a CPU they are read in place. On a GPU they are read into a pinned buffer and copied from there on a stream of
-    its own. Only one piece is copied at a time, whose thread waits for it: a GPU executes copies from host memory one
-    after the other, whatever their streams, so that the small copies of a training step wait for a piece at most
+    On a CPU, bytes are read in place. On a GPU, bytes are read into a pinned buffer, and copied from the buffer on a
+    separate stream. A thread copies only one piece at a time, and waits for the copy: a GPU executes copies from host
+    memory one after the other, whatever the streams, so a small copy of a training step waits for a piece at most
     instead of a row.
     """
 

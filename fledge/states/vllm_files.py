@@ -1,7 +1,7 @@
-"""The files of hidden states that vLLM writes, one for each request, and the command that starts vLLM so.
+"""vLLM's files of hidden states, one for each request, and the command that makes vLLM write hidden states.
 
-vLLM's speculative method `extract_hidden_states` keeps hidden states in its KV cache, and its connector
-`ExampleHiddenStatesConnector` writes those of a finished request to a file (vLLM 0.26,
+vLLM's speculative method `extract_hidden_states` keeps hidden states in the KV cache, and vLLM's connector
+`ExampleHiddenStatesConnector` writes the hidden states of a finished request to a file (vLLM 0.26,
 `vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py`).
 
 <request>.safetensors       `hidden_states` [tokens, layers, D], layers ascending, and `token_ids` [tokens]
@@ -31,7 +31,7 @@ from fledge.data.documents import Document
 from fledge.io.hub import split_revision
 from fledge.states.layout import needed_tokens
 
-DIRECTORY = "/dev/shm/hidden-states"  # where the command of messages lets vLLM write, before the layers
+DIRECTORY = "/dev/shm/hidden-states"  # the directory in the command of messages, without the layers
 UNCHECKED = (
     "does not say by its name which layers vLLM captured, so they are not checked, and a draft that was trained on "
     "others than its config names is hardly accepted. Name it as docs/hidden-states.md says, or run fledge check on "
@@ -40,12 +40,12 @@ UNCHECKED = (
 
 
 def directory_of(layers: Sequence[int]) -> str:
-    """The directory for states of layers. Its name has their ids, since vLLM writes them nowhere else."""
+    """The directory for states of layers. The name has the layers' ids, since vLLM writes the ids nowhere else."""
     return "-".join([DIRECTORY, *map(str, layers)])
 
 
 def layers_of(directory: str) -> tuple[int, ...] | None:
-    """The layers that the name of a directory says, as `directory_of` writes it; None for other names."""
+    """The layers in the name of a directory, in the form of `directory_of`; None for names of another form."""
     found = re.fullmatch(r"hidden-states((?:-\d+)+)", directory.rstrip("/").rpartition("/")[2])
     return tuple(map(int, found[1].split("-")[1:])) if found else None
 
@@ -53,10 +53,10 @@ def layers_of(directory: str) -> tuple[int, ...] | None:
 def serve_words(
     target: str, layers: Sequence[int], max_model_len: int, directory: str | None = None, *, trust: bool = False
 ) -> list[str]:
-    """The words of the command, for the states of `layers` (ids as in `TrainingTarget.features`, which are vLLM's),
-    which are written to a directory (default: `directory_of` the layers).
+    """The words of the command that makes vLLM write the states of `layers` to a directory (None: `directory_of` the
+    layers). vLLM's layer ids are as in `TrainingTarget.features`.
 
-    Prefixes are not cached, since a file is to have the states of all its tokens. vLLM writes no states of a text of
+    Prefixes are not cached, since a file must have the states of all tokens. vLLM writes no states of a text of
     `max_model_len` tokens or more.
     """
     name, revision = split_revision(target)
@@ -78,19 +78,19 @@ def serve_words(
 
 
 def serve_command(target: str, layers: Sequence[int], max_model_len: int, *, trust: bool = False) -> str:
-    """The command as text for a shell."""
+    """The command of `serve_words` as text for a shell."""
     return shlex.join(serve_words(target, layers, max_model_len, trust=trust))
 
 
 STATES, TOKENS = "hidden_states", "token_ids"  # vLLM's names of the tensors
-ID_BYTES = 4  # of a token id as it is compared; big-endian, so that the order of bytes is the order of ids
+ID_BYTES = 4  # bytes of a token id in a key; big-endian, so that the order of bytes is the order of ids
 
 
 @dataclass(frozen=True)
 class Captured:
     """The states of the first T tokens of a document, [T, L, D] in the dtype of the file, on the CPU. `next_token` is
-    the token that the server decoded after the whole document and its log-probability, and `layers` are the ids that
-    the name of the file's directory says; None if they are not known."""
+    the token that the server decoded after the whole document, with the log-probability (None: not known). `layers` are
+    the layer ids in the name of the file's directory (None: not known)."""
 
     states_TLD: Tensor
     next_token: tuple[int, float] | None = None
@@ -98,11 +98,11 @@ class Captured:
 
 
 def read_states(file: Path, tokens: Sequence[int], needed: int) -> Tensor:
-    """The states of a document's first tokens in a complete file, [T, L, D]: of those that the document and the file
-    have in common, T of them, which must be at least `needed`.
+    """The states of a document's first T tokens from a complete file, [T, L, D]. T is the length of the common prefix
+    of the document's and the file's tokens.
 
     The file is read as a whole instead of being mapped: a truncated file is then an error instead of a signal. Raises
-    ValueError if it is no such file.
+    ValueError if T is less than `needed`, or if the file is not a file of hidden states.
     """
     try:
         tensors = load(file.read_bytes())
@@ -149,11 +149,11 @@ def remove(file: Path) -> None:
 
 
 class StatesFolder:
-    """A directory of files that vLLM has written, by their tokens. It is left as it is.
+    """Finds a document's file, by the document's tokens, in a directory that vLLM has written. Changes no file.
 
-    The file of a document is one whose text begins with the document's first `needed` tokens: vLLM keeps no state of
-    the last token that it generates, nor of what a chat template puts after it. Raises ValueError if the directory has
-    no such file, or damaged ones.
+    The file of a document is a file whose text begins with the document's first `needed` tokens. The document's end may
+    be missing: vLLM keeps no state of the last generated token, nor of the text that a chat template puts after an
+    answer. Raises ValueError if the directory has no file of hidden states, or if a file is damaged or unfinished.
     """
 
     def __init__(self, path: Path):
@@ -166,19 +166,19 @@ class StatesFolder:
         return len(self._files)
 
     def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
-        """The states of a document, of its first `needed` tokens at least. Raises ValueError if no file has them."""
+        """The states of at least a document's first `needed` tokens. Raises ValueError if no file has the states."""
         if (file := self.find(tokens[:needed])) is None:
             raise ValueError(f"{self.path} has no hidden states of a document of {len(tokens):,} tokens{_BEGINNING}")
         return Captured(read_states(file, tokens, needed), layers=self.layers)
 
     def find(self, tokens: Sequence[int]) -> Path | None:
-        """A file whose tokens begin with these."""
+        """A file whose tokens begin with `tokens`; None without a file."""
         key = _key(tokens)
         at = bisect.bisect_left(self._files, (key,))
         return self._files[at][1] if at < len(self._files) and self._files[at][0].startswith(key) else None
 
     def check(self, documents: Sequence[Document]) -> None:
-        """Raises ValueError unless there is a file for each document."""
+        """Raises ValueError unless each document has a file."""
         missing = [len(d.tokens) for d in documents if self.find(d.tokens[: needed_tokens(d)].tolist()) is None]
         if missing:
             raise ValueError(
@@ -190,7 +190,7 @@ class StatesFolder:
         for file in sorted(self.path.glob("*.safetensors")):
             if lock_state(file) == "held":
                 raise ValueError(f"{file} is still being written; wait until vLLM has finished")
-            with contextlib.suppress(KeyError):  # files of others
+            with contextlib.suppress(KeyError):  # safetensors files without hidden states
                 yield _key(_tokens_of(file)), file
 
 
@@ -201,7 +201,7 @@ _BEGINNING = (
 
 
 def _tokens_of(file: Path) -> list[int]:
-    """The tokens of a file, without reading its states. Raises KeyError if it has no tokens or states."""
+    """The tokens of a file, without reading the states. Raises KeyError for a file without tokens or states."""
     try:
         with safe_open(file, "pt") as f:
             if not {STATES, TOKENS} <= set(f.keys()):

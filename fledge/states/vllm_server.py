@@ -17,14 +17,15 @@ from fledge.io.http import BadRequest, Http, background_loop, json_object
 from fledge.states.vllm_files import UNCHECKED, Captured, layers_of, lock_state, read_states, remove
 
 CONNECTIONS = 32  # requests in flight
-MOST_NAME = 200  # characters of a file's name; with those of its lock, file systems allow 255
-RETRIES = 4  # of a request that fails in a passing way
+MOST_NAME = 200  # characters of a file's name; file systems allow 255, and the lock's name is longer
+RETRIES = 4  # repetitions of a request after a temporary failure
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that the client waits: for the answer to a request, repetitions included, then for its file, and how long
-    a file may be missing until another request makes the server go on, or after its lock was released."""
+    """Time limits in seconds. `answer`: the answer to a request, repetitions included. `file`: the request's file,
+    after the answer. `nudge`: after this wait for the file, another request makes the server go on. `released`: the
+    file, after the release of the file's lock."""
 
     answer: float = 600.0
     file: float = 120.0
@@ -34,13 +35,13 @@ class Patience:
 
 
 class VllmServer:
-    """A vLLM server, at an address such as http://localhost:8000, that writes hidden states to a directory which this
-    machine sees. `mapped` is that directory's path there and its path here, if they differ.
+    """A vLLM server at `address`, such as http://localhost:8000. The server writes hidden states to a directory that
+    this machine sees. `mapped` is the directory's path on the server and on this machine (None: the same path).
 
-    `start` is the command that starts such a server, for messages. Raises ValueError if no server answers.
+    `start` is the command that starts a server, for messages. Raises ValueError if no server answers.
 
-    A request's file is written when vLLM's scheduler makes a step after the request has ended. The server makes it by
-    itself; should it not, another small request makes it.
+    vLLM writes a request's file in a scheduler step after the request has ended. If the server makes no step by itself,
+    another small request causes a step.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class VllmServer:
         self.model, self.max_model_len = self._describe()
 
     def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
-        """The states of all tokens of a document. Raises ValueError if the server does not give them in time, and as
-        soon as `closed` is set."""
+        """The states of all tokens of a document. Raises ValueError if the states do not arrive in time, and as soon as
+        `closed` is set."""
         answer = self._complete(tokens, closed, self.patience.answer)
         name = self._name_of(answer)
         file, layers = self._file_of(name), layers_of(name.rpartition("/")[0])
@@ -85,7 +86,7 @@ class VllmServer:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _describe(self) -> tuple[str, int | None]:
-        """The name of the server's model, and its maximum length if it says so."""
+        """The name of the server's model, and the maximum length in tokens (None: not in the answer)."""
         found = asyncio.run_coroutine_threadsafe(self._http.json("/v1/models"), self._loop).result()
         try:
             card = found["data"][0]
@@ -97,7 +98,7 @@ class VllmServer:
         return name, length if isinstance(length, int) and length > 0 else None
 
     def _complete(self, tokens: Sequence[int], closed: threading.Event, seconds: float) -> dict[str, Any]:
-        """The answer to a prompt of token ids: one token, the likeliest, and its log-probability."""
+        """The answer to a prompt of token ids: the most probable next token, and the token's log-probability."""
         body = {
             "model": self.model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "logprobs": 1,
             "return_tokens_as_token_ids": True, "return_token_ids": True,
@@ -132,7 +133,8 @@ class VllmServer:
         return name
 
     def _file_of(self, name: str) -> Path:
-        """The file that the server names, as this machine sees it."""
+        """The path on this machine of a file that the server names. Raises ValueError for a name that is no file of
+        hidden states, and for a directory that this machine does not see."""
         path = Path(name)
         if path.suffix != ".safetensors" or len(path.name) > MOST_NAME or not path.name.isprintable():
             raise ValueError(f"{self.root} names {name:.200} as a file of hidden states, which ends in .safetensors")
@@ -154,7 +156,7 @@ class VllmServer:
     # -- files --------------------------------------------------------------------------------------------------
 
     def _wait(self, file: Path, closed: threading.Event) -> None:
-        """Waits until vLLM has written a file, whose lock it holds until then."""
+        """Waits until vLLM has written a file. vLLM holds the file's lock until the file is complete."""
         patience, began, pause = self.patience, time.monotonic(), self.patience.poll
         released = None  # the time at which the lock was first seen free without a file
         while True:
@@ -182,8 +184,8 @@ class VllmServer:
             pause = min(2 * pause, 25 * patience.poll)
 
     def _nudge(self, closed: threading.Event) -> None:
-        """Sends a request of one token, at most one in `patience.nudge` seconds, so that vLLM's scheduler makes a step.
-        Its own small file stays."""
+        """Makes vLLM's scheduler step by a request of one token, at most once in `patience.nudge` seconds. The
+        request's own small file stays."""
         with self._nudging:
             if time.monotonic() - self._nudged < self.patience.nudge:
                 return
@@ -200,14 +202,15 @@ class VllmServer:
             )
 
     def _say_once(self, kind: str, message: str) -> None:
-        """Says a message, unless one of its kind was said."""
+        """Says a message, unless a message of the same kind was said."""
         if kind not in self._said:
             self._said.add(kind)
             self.say(message)
 
 
 def _next_token(answer: Any) -> tuple[int, float] | None:
-    """The decoded token of an answer, and its log-probability. None if the server does not say."""
+    """The decoded token of an answer, and the token's log-probability. None if the answer lacks token or
+    log-probability."""
     try:
         choice = answer["choices"][0]
         token, log_probability = choice["token_ids"][0], float(choice["logprobs"]["token_logprobs"][0])

@@ -20,31 +20,33 @@ from fledge.targets.parts import TargetParts
 from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
 
-ROWS_AHEAD = 3  # rows whose states are asked for before they are needed
-# the most that the log-probability of the server's next token may differ from the one by its final state here, in nats:
-# rounding to bfloat16 and quantized heads stay far below, states of another position or layer are far above
+ROWS_AHEAD = 3  # rows whose states are requested in advance
+# maximum difference, in nats, between the server's log-probability of the next token and the log-probability by the
+# final state here: rounding to bfloat16 and quantized heads stay far below, states of another position or layer are far
+# above
 TOLERANCE = 1.0
 
 
 class States(Protocol):
-    """Where the states of documents come from: a server, or a directory of files."""
+    """The source of documents' states: a server, or a directory of files."""
 
     def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
-        """The states of a document, of its first `needed` tokens at least. Ends waiting when `closed` is set."""
+        """The states of at least a document's first `needed` tokens. Stops waiting when `closed` is set."""
 
     def check(self, documents: Sequence[Document]) -> None:
-        """Raises ValueError if there are none for one of these documents, as far as that is known."""
+        """Raises ValueError if the states of a document are known to be unavailable."""
 
 
 class VllmFeatures:
-    """Features of the given layers from states that vLLM computed, which is a `FeatureSource`.
+    """A `FeatureSource` of the given layers, from states that vLLM computed.
 
     `captured` are the ids of the layers in the states, ascending; the last one is the state before the final norm, id
     `num_layers`. Of `target`, the embedding, the head and the final norm have to be loaded. Raises ValueError for
     layers that are not captured, and for layer 0: vLLM 0.26 keeps a reference to the embedding, into whose memory its
     fused norms write, and with --enforce-eager it stored the last layer's state.
 
-    The final norm is applied here. Tokens whose states are not in a file get zeros; the loss needs none of them.
+    The final norm is applied here. Tokens whose states are not in a file get zeros; the loss reads no state of such a
+    token.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class VllmFeatures:
         self._closed = threading.Event()  # set when asking ahead ends, so that no thread waits for a file any more
 
     def check(self, documents: Sequence[Document]) -> None:
-        """Raises ValueError if it is known that states of one of these documents are not available."""
+        """Raises ValueError if the states of a document are known to be unavailable."""
         self.states.check(documents)
 
     def logits(self, last_ND: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ class VllmFeatures:
         return bool(all_finite(self.features(row)))
 
     def ahead(self, rows: RowIterator) -> RowIterator:
-        """The same rows. The documents of the next ROWS_AHEAD are asked for before, many at a time."""
+        """Yields the same rows. Requests the documents of the next ROWS_AHEAD rows in advance, many at a time."""
         self._closed.clear()
         with ThreadPoolExecutor(CONNECTIONS) as executor:
 
@@ -94,8 +96,8 @@ class VllmFeatures:
 
     @torch.no_grad()
     def features(self, row: Packed) -> Features:
-        """The features of a packed row. A row without sources, as it is used to measure the memory of a training step,
-        gets zeros. Raises ValueError if the states are not those of this target."""
+        """The features of a packed row. A row without sources (a trial row, to measure the memory of a training step)
+        gets zeros. Raises ValueError if the states do not belong to this target and these layers."""
         target, T = self.target, row.token_T.numel()
         kind = dict(dtype=target.dtype, device=target.device)
         D = target.embedding.shape[1]
@@ -138,8 +140,8 @@ class VllmFeatures:
         return [executor.submit(self.states.get, d.tokens.tolist(), needed_tokens(d), self._closed) for d in documents]
 
     def _check_next(self, row: Packed, captured: Sequence[Captured], features: Features) -> None:
-        """Raises ValueError unless each document's last state gives the token that the server decoded after it about
-        the same probability, which states of other weights, of another layer or of another token do not."""
+        """Raises ValueError unless each document's last state gives about the server's probability to the server's next
+        token. States of other weights, of another layer or of another token give another probability."""
         known = [
             (end - 1, *one.next_token)
             for (_, end), one in zip(row.without_filler(), captured, strict=True)

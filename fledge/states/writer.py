@@ -1,5 +1,5 @@
-"""Writes the shards of stored features, and says how much disk space they take. Several processes may write one
-directory; each claims a shard by its lock."""
+"""Writes the shards of stored features, and plans the disk space of the features. Several processes may write one
+directory: a process claims a shard by the shard's lock."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PASS_TOKENS = 8192  # tokens whose features are on the device at a time
 POLL_SECONDS = 0.5
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-RESERVE, RESERVED_SHARE = 10**10, 0.05  # the default budget leaves the smaller of both, the latter of the free space
-# A shard has at most MAX_SHARD bytes. Small caches have smaller ones, so that several processes share the work and
-# little is lost when one is killed.
+RESERVE, RESERVED_SHARE = 10**10, 0.05  # the default budget leaves the smaller: bytes, or a share of the free space
+# A shard has at most MAX_SHARD bytes. Small caches have smaller shards, so that several processes share the work, and a
+# killed process loses little.
 MAX_SHARD, MIN_SHARD, SHARDS = 512 * 2**20, 2**20, 64
 CONTINUE = "the finished shards are kept; the same command continues"
 
@@ -44,7 +44,7 @@ def passes(cache: FeatureCache, first: int, end: int) -> Iterator[tuple[int, int
 
 
 def compute_pass(cache: FeatureCache, compute: Compute, first: int, end: int) -> dict[str, Tensor]:
-    """The features of the documents [first, end) as they are stored, on the device of `compute`."""
+    """The features of the documents [first, end) in stored form, on the device of `compute`."""
     documents, layout = cache.documents[first:end], cache.layout
     tokens = cache.sizes.tokens[first:end]
     features = compute(make_row(documents, sum(tokens), sources=range(first, end)))
@@ -69,12 +69,12 @@ class FeatureWriter:
     ):  # fmt: skip
         self.cache, self.compute, self.budget, self.reserve = cache, compute, budget, reserve
         self.say, self.advance = say, advance
-        self._saving: Future[None] | None = None  # the shard that is written while the next one is computed
+        self._saving: Future[None] | None = None  # of the shard that is written while the next shard is computed
         self._written = 0  # shards
 
     def write(self) -> None:
-        """Writes until every shard is there, also those that other processes write, and takes over those that other
-        processes abandoned.
+        """Writes the missing shards, and returns when every shard is written. Waits for shards that other processes
+        are writing, and takes over abandoned shards.
 
         Raises ValueError if a shard would exceed the budget or leave less than the reserve, and OSError if the disk is
         full. Finished shards stay.
@@ -91,7 +91,8 @@ class FeatureWriter:
                     time.sleep(POLL_SECONDS)
 
     def _claim(self, shard: int, executor: ThreadPoolExecutor) -> bool:
-        """Writes a shard, unless another process has written it or is writing it. Returns whether it did."""
+        """Writes a shard, unless another process has written or is writing the shard. Returns whether this process
+        wrote the shard."""
         with contextlib.ExitStack() as claim:
             try:
                 claim.enter_context(exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))))
@@ -130,7 +131,8 @@ class FeatureWriter:
 
     @functools.cached_property
     def _buffers(self) -> list[Tensor]:
-        """Two buffers in host memory, each of the size of the largest shard; new memory for each would be slow."""
+        """Two buffers in host memory, each of the size of the largest shard. Allocating memory for each shard would be
+        slow."""
         size = max(map(self.cache.bytes, self.cache.shards)) + ALIGNMENT * len(self.cache.layout.tensors(0, 0))
         return [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
 
@@ -150,7 +152,7 @@ class FeatureWriter:
     # -- disk space ---------------------------------------------------------------------------------------------
 
     def _allot(self, shard: int) -> None:
-        """Reserves the shard's share of the budget by creating its temporary file."""
+        """Reserves the shard's share of the budget by creating the shard's temporary file."""
         with self._accounts():
             needed = self.cache.bytes(shard)
             excess = self._taken(shard) + needed - self.budget
@@ -160,7 +162,7 @@ class FeatureWriter:
             self.cache.temporary(shard).touch()
 
     def _taken(self, shard: int) -> int:
-        """The bytes of all shards but one; those that are being written count as a whole."""
+        """The bytes of all shards but one; an unfinished shard counts as a whole."""
         taken = 0
         for i in self.cache.shards:
             if i != shard and self.cache.temporary(i).exists():
@@ -172,7 +174,7 @@ class FeatureWriter:
 
     @contextlib.contextmanager
     def _accounts(self) -> Iterator[None]:
-        """Excludes other writers while the taken space is counted, and removes what killed writers left."""
+        """Excludes other writers while the taken space is counted, and removes the files of killed writers."""
         with waiting_lock(self.cache.path, self.say):
             for i in self.cache.shards:
                 left = self.cache.temporary(i).exists() or self.cache.lock(i).exists()
@@ -181,7 +183,7 @@ class FeatureWriter:
             yield
 
     def _is_locked(self, shard: int) -> bool:
-        """Whether a process writes the shard. If none does, a lock file that a killed one left is removed."""
+        """Whether a process writes the shard. If not, removes the lock file of a killed process."""
         try:
             with exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))):
                 return False
@@ -191,7 +193,7 @@ class FeatureWriter:
 
 @contextlib.contextmanager
 def waiting_lock(directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Context manager: holds the lock of the directory; waits while another process holds it."""
+    """Context manager: holds the lock of the directory; waits while another process holds the lock."""
     lock = directory / ".fledge-lock"
     while True:
         with contextlib.ExitStack() as held:
@@ -222,8 +224,9 @@ def shard_bytes(total: int) -> int:
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """The disk space of a cache: `total` bytes of all its files, of which `taken` are there already, the `budget`, the
-    `free` bytes of the disk and the `reserve` that stays free."""
+    """The disk space of a cache, in bytes. `total` counts all files of the cache, `taken` the files already written.
+    `budget` is the most that the cache may take, `free` the free bytes of the disk, and `reserve` the bytes that stay
+    free."""
 
     total: int
     taken: int
