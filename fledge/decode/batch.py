@@ -1,4 +1,4 @@
-"""The requests that are decoded together: they join a batch, advance by rounds, and leave it."""
+"""Batches of requests that are decoded together: requests join a batch, advance by rounds, and leave."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ STALL, FIRST_PART, LEAST_PART = 0.05, 512, 64
 
 
 class NoDrafter:
-    """A proposer for decoding without a draft: trees of a root only, so that a round commits one token. The baseline
-    thus has the same sampler, cache and loop."""
+    """A proposer for decoding without a draft. Trees have a root only, and a round commits one token. The baseline thus
+    has the same sampler, cache and loop as decoding with a draft."""
 
     draft: Draft | None = None
     levels = scratch = most_levels = 0
@@ -57,13 +57,13 @@ class NoDrafter:
     new_cache = read = append = select = set_sampling = bind = use = nothing
 
     def tensors(self) -> list[Tensor]:
-        """None: there is nothing that drafting reads."""
+        """No tensors, as nothing is drafted."""
         return []
 
     lengths = buffers = tensors
 
     def idle(self, spare: Any, size: int) -> Drafter:
-        """Itself, as it has no requests of its own."""
+        """The same object, as a `NoDrafter` holds no requests."""
         return self
 
     def propose(self, state: RoundState) -> Tree:
@@ -73,8 +73,8 @@ class NoDrafter:
 
 @dataclass
 class Launched:
-    """A round that was launched for some requests: what it drafts, its results (`Rounds.verify_trees`) on the host, its
-    times, and the bytes that it copied between the devices."""
+    """A round that was launched for `requests`: the `size` drafted, the host tensor `results` (`Rounds.verify_trees`),
+    the times, and the number of bytes copied between the devices."""
 
     requests: Sequence[Request]
     size: DraftSize
@@ -86,11 +86,11 @@ class Launched:
 class Batch:
     """The `running` requests of a batch.
 
-    Where rounds can be captured as CUDA graphs, a round is launched before the results of the one before are read, so
-    that the device does not wait for the host. A request that ends is then run for one round more, whose results are
-    dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser` chooses the size of
-    drafts; None: always the same. If it chooses none, `rests` becomes true. `drafts`: whether there is a draft.
-    `records`: whether the requests' traces get the rounds.
+    Where rounds can be captured as CUDA graphs, a round is launched before the results of the previous round are read,
+    so that the device does not wait for the host. A request that ends then runs for one extra round, and the results of
+    the extra round are dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser`
+    chooses the size of drafts; None: always the same size. When the chooser decides to draft nothing, `rests` becomes
+    true. `drafts`: whether the batch has a draft. `records`: whether the requests' traces get the rounds.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Batch:
     ):  # fmt: skip
         self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
         self.drafts = self.records = proposer.draft is not None
-        self.kind = (self.drafts, False)  # whether its requests ask for a draft, and draw drafted tokens
+        self.kind = (self.drafts, False)  # whether the batch's requests ask for a draft, and draw drafted tokens
         self.due = 0  # rounds until another size is considered
         self.rests = False  # whether the requests should go on without the draft
         self.prefill_speed = 0.0  # tokens per second of the latest part of a prompt; 0: not known
@@ -107,7 +107,7 @@ class Batch:
         self.cache = target.new_cache([])
         self.running: list[Request] = []
         self.holds = False  # whether the caches may have sequences, also those of requests that could not be added
-        self.processes = False  # whether some of them have logits processors
+        self.processes = False  # whether some running requests have logits processors
         self.rounds: Rounds | None = None  # of the running requests
         self.launched: list[Launched] = []
         self.timers: list[Timer] = []  # of rounds that are committed
@@ -116,7 +116,7 @@ class Batch:
         self.graphs: dict[Any, CapturedRounds] = {}
         self.loaded: CapturedRounds | None = None  # the graphs that have the requests' state at present
         self.memory: Any = None  # the graphs' memory pool
-        if self.captures:  # slots of places without a request, the first of the pools, so that these do not fragment
+        if self.captures:  # slots of places without a request come first, so that the pools do not fragment
             self.spare = (
                 target.new_cache([proposer.most_nodes + proposer.most_levels + 1]),
                 proposer.new_cache([proposer.scratch]),
@@ -124,28 +124,28 @@ class Batch:
             weakref.finalize(self, self.spare[0].select, []).atexit = False
 
     def slots(self, longest: int) -> tuple[int, int]:
-        """The slots in the caches of target and draft of a request that has at most so many tokens in the end. One that
-        is complete may run for one round more."""
+        """The numbers of slots in the caches of target and draft for a request of at most `longest` tokens, with room
+        for the extra round that a complete request may run."""
         p = self.proposer
         return longest + p.most_nodes + 2 * p.most_levels + 1, longest + p.scratch + p.most_levels + 1
 
     def make_room(self, requests: int, longest: int) -> None:
-        """Grows the caches, so that they need not grow later for so many requests of at most `longest` tokens each."""
+        """Grows the caches to hold `requests` requests of at most `longest` tokens each without growing again."""
         of_target, of_draft = self.slots(longest)
         self.cache.pool.make_room(requests, of_target)
         if self.proposer.draft is not None:
             self.proposer.source.pool.make_room(requests, of_draft)
 
     def prepare(self, request: Request, sizes: Sequence[int], advance: Callable[[], None]) -> int:
-        """Captures all rounds, of up to so many requests each, of requests with the sampling options of this one, which
-        is prefilled but not answered. Calls `advance` for each; returns how many were not captured before."""
+        """Captures all rounds of batches of up to `sizes` requests with the sampling options of `request`. Prefills the
+        request, but does not answer it. Calls `advance` for each kind of round; returns the number of new captures."""
         captured, used = 0, self.proposer.size
         joining = Joining(self, [request])
         for _ in joining.prefill():
             pass
         self._join(joining)
         try:
-            # the largest first, whose memory the others use again
+            # the largest first, as smaller graphs use the same memory again
             for size in sorted(sizes, reverse=True):
                 for other in sorted(self.proposer.sizes, key=lambda s: s.nodes, reverse=True):
                     self.proposer.use(other)
@@ -161,11 +161,11 @@ class Batch:
     # -- requests come and go -----------------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request], running: bool = False) -> Iterator[list[Request]]:
-        """Prefills requests, several in a pass, and adds those that are not complete after their first token to the
-        running ones. Yields the requests that tokens were committed to. The first token does not count as a round.
+        """Prefills requests, several in a pass, and starts to run the requests that do not end with the first token.
+        Yields the requests that got tokens. The first token does not count as a round.
 
-        With `running`, requests are running, here or in other batches: a pass then takes about STALL seconds on a GPU.
-        Nothing is yielded ([]) between two parts of a prompt, when rounds may be run.
+        `running`: whether requests are running, in this batch or another; a pass then takes about STALL seconds on a
+        GPU. Between two parts of a prompt, an empty list is yielded, and the caller may run rounds.
         """
         if updated := self._settle():
             yield updated
@@ -181,7 +181,7 @@ class Batch:
             requests = requests[len(joining.requests) :]
 
     def _settle(self) -> list[Request]:
-        """Commits all launched rounds and removes complete requests. Returns those that tokens were committed to."""
+        """Commits all launched rounds and removes complete requests. Returns the requests that got tokens."""
         updated = self._finish_launched()
         self._dismiss()
         return updated
@@ -195,8 +195,7 @@ class Batch:
         return min(max(int(STALL * self.prefill_speed), LEAST_PART), PREFILL_TOKENS)
 
     def _prefill_count(self, requests: Sequence[Request], most: int) -> int:
-        """The number of requests, from the first on, whose prompts fit in a prefill pass of `most` tokens; at least
-        one."""
+        """The number of leading requests whose prompts fit in a prefill pass of `most` tokens; at least 1."""
         lengths = [len(r.prefix) for r in requests]
         if self.target.pads:
             passes = (n * longest for n, longest in enumerate(itertools.accumulate(lengths, max), start=1))
@@ -205,7 +204,7 @@ class Batch:
         return max(1, sum(tokens <= most for tokens in passes))
 
     def _join(self, joining: Joining) -> None:
-        """Adds prefilled requests that are not complete."""
+        """Adds the prefilled requests that are not complete to the running requests."""
         going = [i for i, request in enumerate(joining.requests) if not request.over]
         joining.select(going)
         if not going:
@@ -219,7 +218,7 @@ class Batch:
         self._set_rounds(RoundState.concatenate([state.rows(self.proposer.rows) for state in states]))
 
     def dismiss(self) -> None:
-        """Removes requests that are over, though a round with them may have been launched."""
+        """Removes requests that are over, also while a launched round still includes them."""
         self._settle()
 
     def _dismiss(self) -> None:
@@ -229,19 +228,19 @@ class Batch:
             return
         if going:
             self._unload()
-        else:  # nothing of them is read again
+        else:  # the state of complete requests is not read again
             self.loaded = None
         self._select(going)
 
     def take_over(self, other: Batch) -> list[Request]:
-        """Goes on with the requests of a batch that drafts, without a draft. Returns those that tokens were committed
-        to."""
+        """Takes the requests of a batch with a draft, and decodes them without a draft. Returns the requests that got
+        tokens."""
         updated = other._finish_launched()
         other._dismiss()
         if other.running:
             other._unload()
             empty, taken, running, state = other.target.new_cache([]), other.cache, other.running, other.rounds.state
-            other.cache, other.running, other.rounds = empty, [], None  # first, so that no segment is freed twice
+            other.cache, other.running, other.rounds = empty, [], None  # first, or a segment could be freed twice
             self.holds = True
             self.cache.append(taken)
             self.running = running
@@ -262,14 +261,14 @@ class Batch:
             self.rounds, self.holds = None, False
 
     def _set_rounds(self, state: RoundState) -> None:
-        """Sets what the next rounds read, after the running requests have changed."""
+        """Sets `rounds` for the next rounds, after the running requests have changed."""
         sampling, seen_BV = self.sampling_of(self.running)
         self.processes = any(r.sampling.processors for r in self.running)
         self.proposer.set_sampling(sampling)
         self.rounds = Rounds(self.target, self.proposer, self.layers, self.cache, state, sampling, seen_BV)
 
     def sampling_of(self, requests: Sequence[Request]) -> tuple[BatchSampling, Tensor | None]:
-        """The requests' sampling options, and the tokens of their prefixes, bool [B, V], if some penalize them."""
+        """The requests' sampling options, and the tokens of the prefixes, bool [B, V] (None without penalties)."""
         device, vocabulary = self.target.device, self.target.embedding.shape[0]
         sampling = BatchSampling.of([r.sampling for r in requests], [r.number for r in requests], device)
         prefixes = [r.prefix for r in requests]
@@ -284,7 +283,7 @@ class Batch:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def round(self) -> list[Request]:
-        """Runs a round, and removes complete requests. Returns those that tokens were committed to."""
+        """Runs a round, and removes complete requests. Returns the requests that got tokens."""
         updated: dict[Request, None] = {}  # in order, without repetition
         if self.chooser is not None and self.drafts and self.running:
             self._adapt()
@@ -303,7 +302,7 @@ class Batch:
         return list(updated)
 
     def _adapt(self) -> None:
-        """Drafts another size if that is faster."""
+        """Changes the draft size if another size is faster."""
         self.due -= 1
         if self.due > 0:
             return
@@ -318,7 +317,7 @@ class Batch:
         return self.captures and not self.processes
 
     def _needs_rounds(self) -> bool:
-        """Whether a request may need more tokens than the launched rounds commit, which is at least one each."""
+        """Whether a request may need more tokens than the launched rounds commit, at least one token per round."""
         return any(r.limit - len(r.done.tokens) > len(self.launched) for r in self.running)
 
     def _launch(self) -> None:
@@ -340,8 +339,8 @@ class Batch:
         self.launched.append(Launched(self.running, self.proposer.size, host, timer, copied_bytes))
 
     def follow(self, stream: torch.cuda.Stream | None) -> None:
-        """Lets the stream that is current now (None on a CPU) wait for the last round if that was in another one: a
-        caller may ask for each round in any stream, and one is launched ahead."""
+        """Lets the current stream (None on a CPU) wait for the last round if that round was launched in another stream:
+        a caller may ask for each round in any stream, and a round is launched ahead."""
         if stream is not None and self.stream not in (None, stream):
             stream.wait_stream(self.stream)
         self.stream = stream
@@ -355,8 +354,8 @@ class Batch:
         return timer
 
     def _replay(self, timer: Timer) -> Tensor:
-        """Launches the graphs of a round, which are captured first if this kind of round is new. Returns where its
-        results will be on the host."""
+        """Launches the graphs of a round, and captures the graphs first if this kind of round is new. Returns the host
+        tensor that will receive the results."""
         B = len(self.running)
         if self.loaded is not None and self.loaded.buffers != self._buffers():
             self._unload()  # another batch, or a check of the target, made a pool grow
@@ -372,16 +371,16 @@ class Batch:
         return self.loaded.verify()[:B]
 
     def _graph_key(self, size: int) -> tuple[Any, ...]:
-        """What rounds must have in common to share graphs: the number of places, what is drafted, the code of sampling,
-        and the buffers of the caches."""
+        """The properties that rounds must have in common to share graphs: the number of places, the draft size, the
+        sampling flags, and the buffers of the caches."""
         return size, self.proposer.size, self.rounds.sampling.flags, self._buffers()
 
     def _buffers(self) -> tuple[Any, ...]:
-        """The addresses and shapes of the buffers of the caches, which are others after a pool has grown."""
+        """The addresses and shapes of the buffers of the caches. A pool that grows gets a new buffer."""
         return tuple((x.data_ptr(), x.shape) for x in (self.cache.pool.buffer, *self.proposer.buffers()))
 
     def _capture(self, size: int) -> None:
-        """Captures the graphs of rounds of up to `size` requests, and drops those of buffers that no longer exist."""
+        """Captures the graphs of rounds of up to `size` requests, and drops graphs of buffers that no longer exist."""
         buffers = self._buffers()
         for old in [key for key in self.graphs if key[-1] != buffers]:
             del self.graphs[old]
@@ -396,14 +395,14 @@ class Batch:
             self.loaded = None
 
     def _commit(self) -> list[Request]:
-        """Commits the results of the oldest launched round. Returns its requests that were not complete before."""
+        """Commits the results of the oldest launched round. Returns the round's requests that were not yet complete."""
         launched = self.launched.pop(0)
         times = launched.timer.seconds()  # of drafting, if there is any, and verification; waits for the device
         self.timers.append(launched.timer)
         results = launched.results.tolist()
         if self.chooser is not None:
             self.chooser.add(launched.size, [row[-2] - 1 for row in results], times)
-        # requests that draft and accept as much share a record: all of them, where nothing is drafted
+        # requests with equal numbers of drafted and accepted tokens share a record: all requests, if nothing is drafted
         records, plain = {}, None if launched.size.depth else Round(0, 0, 0.0, *times, launched.copied_bytes)
         updated = []
         for request, row in zip(launched.requests, results, strict=True):
@@ -419,7 +418,7 @@ class Batch:
         return updated
 
     def _finish_launched(self) -> list[Request]:
-        """Commits the results of all launched rounds. Returns the requests that tokens were committed to."""
+        """Commits the results of all launched rounds. Returns the requests that got tokens."""
         updated: dict[Request, None] = {}
         while self.launched:
             updated.update(dict.fromkeys(self._commit()))
@@ -434,9 +433,9 @@ class Joining:
 
     @torch.inference_mode()
     def prefill(self, most: int = PREFILL_TOKENS) -> Iterator[None]:
-        """Runs target and draft over the prompts, and commits the first tokens. A single prompt of more than `most`
-        tokens is read in parts, where the target can; yields between two of them. Frees the caches if it fails or is
-        not continued."""
+        """Runs target and draft over the prompts, and commits the first tokens. Where the target can, a single prompt
+        of more than `most` tokens is read in parts; yields between two parts. Frees the caches if the prefill fails or
+        is not continued."""
         batch, target = self.batch, self.batch.target
         batch.follow(current_stream(target.device))
         of_target, of_draft = zip(*(batch.slots(r.longest) for r in self.requests), strict=True)
@@ -465,10 +464,10 @@ class Joining:
             request.done.trace.t_prefill = time.perf_counter() - self.start
 
     def _read(self, prefixes: Sequence[Sequence[int]], most: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """Runs target and draft over the prompts. Returns the target's logits after each, [B, V], and its hidden states
-        at the last tokens, [B, A, D], whose slots the draft reads in the first round."""
+        """Runs target and draft over the prompts. Returns the target's logits after each prompt, [B, V], and the
+        target's hidden states at the last tokens, [B, A, D]; the draft reads the last tokens in the first round."""
         batch, draft = self.batch, self.batch.proposer.draft
-        final = draft is not None and not draft.family.reads_layers  # whether it reads the final states
+        final = draft is not None and not draft.family.reads_layers  # whether the draft reads the final states
         longest = max(map(len, prefixes))
         step = most if len(prefixes) == 1 and batch.target.prefills_in_parts else longest
         for first in range(0, longest, step):

@@ -1,5 +1,5 @@
 """Detects a draft whose tokens are accepted no more often than by chance. Verification keeps the output right with any
-draft, so nothing else would show that this one only costs time."""
+draft, so a useless draft would otherwise be noticed by its cost in time only."""
 
 from __future__ import annotations
 

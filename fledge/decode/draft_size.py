@@ -1,4 +1,4 @@
-"""How much a round drafts, chosen while decoding (`depth="auto"`).
+"""The draft size of a round, chosen while decoding (`depth="auto"`).
 
 The best size commits the most tokens per second: the tokens that a round is expected to commit, by the acceptance
 measured lately, divided by the seconds of a round. Where no size pays, the engine rests: it decodes without the draft,
@@ -20,7 +20,7 @@ AGAIN = 1024  # rounds after which the seconds of all sizes are measured again, 
 MEMORY = 128  # rounds over which a measured acceptance loses most of its weight
 EVIDENCE = 32  # drafted first tokens, the fewest by which an engine may decide to rest
 WORTH = 1.05  # the speedup that drafting must promise: a round of an engine that rests is a little faster than assumed
-GAIN = 1.02  # the speedup that another size must promise over the present one
+GAIN = 1.02  # the speedup over the present size that another size must promise
 REST, LONGEST_REST = 200, 6400  # rounds at rest before drafting is tried: at first, and after many vain tries
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth that was never drafted, relative to the depth above
@@ -29,7 +29,7 @@ GROWTH = 0.2  # assumed: accepted tokens grow with this power of a tree's nodes
 
 @dataclass(frozen=True, order=True)
 class DraftSize:
-    """What a round drafts: paths of at most `depth` tokens, in trees of at most `nodes` nodes, the root included."""
+    """The draft size of a round: paths of at most `depth` tokens, in trees of at most `nodes` nodes, root included."""
 
     depth: int
     nodes: int
@@ -39,14 +39,14 @@ NOTHING = DraftSize(0, 1)
 
 
 class AcceptanceRates:
-    """The share of drafted tokens that are accepted at each of `depth` depths where all tokens above are accepted.
-    Older rounds count exponentially less."""
+    """The acceptance rate of drafted tokens at each of `depth` depths, given that all tokens above are accepted. Older
+    rounds count exponentially less."""
 
     def __init__(self, depth: int):
         self.tried, self.accepted = [0.0] * depth, [0.0] * depth
 
     def add(self, depth: int, accepted: Sequence[int]) -> None:
-        """Adds one round: the number of accepted tokens of each request, of `depth` drafted tokens."""
+        """Adds a round. `accepted` are the numbers of accepted tokens of each request, of `depth` drafted tokens."""
         keep = 1 - 1 / MEMORY
         for k in range(len(self.tried)):
             reached = sum(n >= k for n in accepted) if k < depth else 0
@@ -79,8 +79,8 @@ class SizeChooser:
         self.reason = ""  # why the engine rested last
 
     def add(self, size: DraftSize, accepted: Sequence[int], seconds: Sequence[float]) -> None:
-        """Adds a round: the number of accepted tokens of each request, and the seconds of drafting (if there was any)
-        and of verification."""
+        """Adds a round. `accepted` are the numbers of accepted tokens of each request. `seconds` are the seconds of
+        drafting, if anything was drafted, and of verification."""
         latest = self.times[graph_size(len(accepted))].setdefault(size, deque(maxlen=LATEST))
         latest.append((sum(seconds[:-1]), seconds[-1]))
         self.rounds += 1

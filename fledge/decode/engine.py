@@ -44,7 +44,7 @@ BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
 # of each target, or of the transformers model that several targets share: see `Engine._decode`
 _LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
-_STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # those that may be open: see `_close_streams`
+_STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # streams that may be open: see `_close_streams`
 
 
 class Engine:
@@ -128,14 +128,14 @@ class Engine:
     ) -> list[Completion]:
         """Decodes many prompts, at most `batch` of them together, and returns their completions.
 
-        When a request ends, the next one starts. Each completion is the one that the prompt would get alone. `batch`
+        When a request ends, the next one starts. Each completion equals the completion of the prompt alone. `batch`
         None is 16, or 1 if the target cannot decode several requests together. `sampling` may also be a list with one
         `Sampling` for each prompt, all with the same `draft`. `request` is the first request's number (the following
         ones count up), or a list of the requests' numbers. Each request gets copies of the logits processors, which may
-        have state. `answered` is called with a prompt's index when its answer is complete. The other options are those
-        of `stream`. Raises TypeError or ValueError, before decoding, if `prompts` is not a list of prompts, if a prompt
-        is empty or exceeds the target's context, if a list of options does not have one for each prompt, or if `batch`
-        is above 1 and the target does not support that.
+        have state. `answered` is called with a prompt's index when the answer is complete. All other options are as in
+        `stream`. Raises TypeError or ValueError, before decoding, if `prompts` is not a list of prompts, if a prompt is
+        empty or exceeds the target's context, if a list of options has not as many entries as prompts, or if `batch`
+        is above 1 and the target does not support batches.
         """
         prompts = check_prompts(prompts)
         samplings = _samplings(sampling, sampling_options, prompts)
@@ -171,14 +171,14 @@ class Engine:
         count: Counter = no_count,
         **sampling_options: Any,
     ) -> Prepared:
-        """Captures what decoding up to `batch` requests together will compute as CUDA graphs, now instead of when it is
-        needed first, and returns what that took.
+        """Captures the rounds of up to `batch` requests as CUDA graphs, now instead of at the first request. Returns
+        the time and memory taken.
 
-        Afterwards, requests with these options come and go without capturing, while each has at most `tokens` tokens,
-        prompt and answer together (None: 2,048, or the target's context); room for them is reserved. The sampling
-        parameters, `speculate` and their errors are those of `generate_all`. `count` is as in `fledge.decode.prepare`.
-        Where rounds are not captured (on a CPU, with a target that transformers computes, with logits processors), it
-        does nothing.
+        Afterwards, requests with the same options come and go without capturing, while each has at most `tokens`
+        tokens, prompt and answer together (None: 2,048, or the target's context); room for the tokens is reserved. The
+        sampling parameters, `speculate` and the errors are those of `generate_all`. `count` is as in
+        `fledge.decode.prepare`. Does nothing where rounds are not captured (on a CPU, with a target that transformers
+        computes, with logits processors).
         """
         _check_batch(batch)
         check_type("tokens", tokens, Integral | None, "an integer")
@@ -214,8 +214,8 @@ class Engine:
         `Sampling`, or its fields as keywords: `temperature=0.7, top_p=0.9`. `stop` is a string or several; the text
         ends before the first of them. `request` is the request's number: requests with the same seed and different
         numbers have different random streams. `speculate` False decodes without the draft, one token per pass. `into`
-        receives tokens, text and trace; of a stream that is closed early, those so far. Raises, when called, TypeError
-        for an invalid prompt or option, and ValueError if the prompt is empty or exceeds the target's context.
+        receives tokens, text and trace, also of a stream that is closed early. Raises, when called, TypeError for an
+        invalid prompt or option, and ValueError if the prompt is empty or exceeds the target's context.
         """
         drafts = self._drafts(speculate)
         own = _sampling(sampling, sampling_options, Engine.stream)
@@ -225,7 +225,7 @@ class Engine:
 
     def _text_pieces(self, request: Request) -> Generator[str, None, None]:
         try:
-            # closed at once, not when Python gets to it, so that the request's memory is free
+            # closed at once, not by a later garbage collection, so that the request's memory is free
             with closing(self._decode([request], 1)) as decoding:
                 for _ in decoding:
                     if piece := request.text.take():
@@ -293,8 +293,8 @@ class Engine:
             warnings.warn(problem, ModeWarning, stacklevel=4)
 
     def check_length(self, prompt: int, new: int, drafts: bool) -> None:
-        """Raises ValueError unless a prompt of `prompt` tokens and `new` new ones fit the target's context, with what
-        drafting needs of it if `drafts`, and neither is empty."""
+        """Raises ValueError unless `prompt` and `new`, the numbers of tokens of a prompt and its answer, are positive
+        and fit the target's context together. With `drafts`, the limit is `_max_length`."""
         context = self.target.context
         limit = self._max_length if drafts else context
         if prompt == 0:
@@ -333,9 +333,9 @@ class Engine:
     ) -> Request:
         """Adds a request, at any time and from any thread, which `step` decodes together with all others.
 
-        The options are those of `stream`; `request` None is a number that no request of `add` had before. The answer is
-        the one that the prompt would get alone. Its tokens are in `done`, and `take` returns text in pieces. Raises
-        TypeError and ValueError as `stream`.
+        The options are those of `stream`; `request` None is a number that no request of `add` had before. The answer
+        equals the answer of the prompt alone. The answer's tokens are in `done`, and `take` returns text in pieces.
+        Raises TypeError and ValueError as `stream`.
         """
         own, drafts = _sampling(sampling, sampling_options, Engine.add), self._drafts(speculate)
         number = next(self._numbers) if request is None else request
@@ -348,8 +348,8 @@ class Engine:
         return added
 
     def step(self) -> list[Request]:
-        """Runs one prefill or one round of the requests of `add`. Returns those that tokens were committed to; an empty
-        list if there are no requests. An exception ends all requests of `add`."""
+        """Runs one prefill or one round of the requests of `add`. Returns the requests that got tokens; an empty list
+        without requests. An exception ends all requests of `add`."""
         with self._lock:
             if self._added is None:
                 return []
@@ -419,19 +419,19 @@ class Engine:
         return batch
 
     def _share_weights(self) -> None:
-        """Gives the draft the target's weights that it reads: it may have been moved, or used with another target."""
+        """Gives the draft the target's weights again: the draft may have been moved, or used with another target."""
         if self.draft is not None:
             self.draft.share_target_weights(self.target.embedding, self.target.head_weight)
 
     def _weights_at(self) -> tuple[Any, ...]:
-        """What differs after the weights of target or draft were moved. The graphs of a kept batch read them by
-        address, so it can be used only while this is what it was when the batch was made."""
+        """A fingerprint of where the weights of target and draft are in memory. The graphs of a kept batch read weights
+        by address, so a batch can be used again only while the fingerprint is the same as when the batch was made."""
         draft = self.draft
         at = None if draft is None else (next(draft.parameters()).data_ptr(), draft.device, draft.dtype)
         return self.target.moves, at
 
     def put_back(self, batch: Batch) -> None:
-        """Removes a batch's requests, complete or not, and keeps it for the next ones if it has graphs."""
+        """Removes a batch's requests, complete or not. A batch with graphs is kept for later requests."""
         batch.close()
         if batch.captures:
             self._idle_batches[batch.proposer.draft is not None].append(batch)
@@ -439,16 +439,16 @@ class Engine:
 
 @atexit.register
 def _close_streams() -> None:
-    """Closes the streams that are open when the program ends. Python would close them later, when torch no longer
-    works."""
+    """Closes the streams that are open when the program ends. Python would close open streams later, when torch no
+    longer works."""
     for stream in list(_STREAMS):
         with suppress(ValueError):  # another thread is running it
             stream.close()
 
 
 def _drafting(options: dict[str, Any], has_draft: bool) -> Drafting:
-    """The drafting with these options. Raises TypeError and ValueError as `Drafting`, and ValueError for options
-    without a draft."""
+    """The `Drafting` of `options`. Raises TypeError and ValueError as `Drafting`, and ValueError for options without a
+    draft."""
     drafting = Drafting.from_options(options)
     if not has_draft and drafting != Drafting():
         given = [name for name in options if getattr(drafting, name) != getattr(Drafting, name)]
@@ -473,7 +473,7 @@ def _samplings(
     given: Sampling | Sequence[Sampling] | None, options: dict[str, Any], prompts: Sequence[Any]
 ) -> list[Sampling]:  # fmt: skip
     """The sampling parameters of each prompt, given for all or as a list. Raises TypeError and ValueError as
-    `_sampling`, and ValueError if a list is not of as many, or they differ in how drafted tokens are chosen."""
+    `_sampling`, and ValueError if a list has not as many entries as prompts, or if entries differ in `draft`."""
     if not isinstance(given, list | tuple):
         return [_sampling(cast(Sampling | None, given), options, Engine.generate_all)] * len(prompts)
     _check_length("sampling", given, prompts, "one for all prompts, or a list with one for each")
@@ -489,13 +489,13 @@ def _samplings(
 
 
 def _check_length(name: str, values: Sequence[Any], prompts: Sequence[Any], use: str) -> None:
-    """Raises ValueError unless there is one value for each prompt."""
+    """Raises ValueError unless `values` has an entry for each prompt."""
     if len(values) != len(prompts):
         raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts; give {use}")
 
 
 def _check_batch(batch: int | None) -> None:
-    """Raises TypeError or ValueError unless it is None or a positive integer."""
+    """Raises TypeError or ValueError unless `batch` is None or a positive integer."""
     check_type("batch", batch, Integral | None, "an integer")
     if batch is not None and batch < 1:
         raise ValueError(f"batch is {batch}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""What the commands that decode share: their options, and the preparation of rounds before the first request."""
+"""Shared by the commands that decode: options, and the preparation of rounds before the first request."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ class DecodeOptions(Options):
     def load_engine(
         self, draft: str | None, mode: str | None, say: Callable[[str], None], target: DecodingTarget | None = None
     ) -> Engine:
-        """Loads an engine with a draft. `target` is the loaded target, if there is one already.
+        """Loads an engine with a draft. `target` is the loaded target; None loads the target too.
 
-        If the target is not computed natively though --target-impl allows it, the reason is passed to `say`.
+        If --target-impl allows native computation but the target is not computed natively, `say` is told so.
         """
         from fledge.data.modes import several_modes
         from fledge.decode.engine import load
@@ -140,7 +140,7 @@ class DecodeOptions(Options):
 def prepare_rounds(
     arms: Sequence[tuple[Engine, bool]], progress: ProgressDisplay, *, batch: int, tokens: int, sampling: Sampling
 ) -> None:
-    """Captures rounds with `fledge.decode.prepare.prepare`, shows the progress, and says what it took, if anything."""
+    """Captures rounds with `fledge.decode.prepare.prepare`, shows the progress, and reports the cost, if any."""
     from fledge.decode.prepare import prepare
 
     prepared = prepare(arms, batch, tokens=tokens, sampling=sampling, count=progress.count)

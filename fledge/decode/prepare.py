@@ -1,4 +1,4 @@
-"""Captures the rounds of engines as CUDA graphs before the first request, so that none waits for that later."""
+"""Captures the rounds of engines as CUDA graphs before the first request, so that no request waits for a capture."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Counter = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was captured: the number of kinds of `rounds`, the `seconds` that it took, and the `bytes` of memory that it
-    took on the GPUs, room for the requests' caches included."""
+    """The result and cost of capturing: the number of kinds of `rounds`, the `seconds`, and the `bytes` of memory taken
+    on the GPUs, room for the requests' caches included."""
 
     rounds: int = 0
     seconds: float = 0.0
@@ -48,7 +48,7 @@ def prepare(
     arms: Sequence[tuple[Engine, bool]], batch: int = 1, *, tokens: int | None = None, sampling: Sampling | None = None,
     count: Counter = no_count,
 ) -> Prepared:  # fmt: skip
-    """Captures what several engines, which may share a target, decode with, each with its draft or (False) without.
+    """Captures the rounds of several engines, with the draft (True) or without (False). Engines may share a target.
 
     All draft sizes that an engine may choose are captured, for each number of requests up to `batch` that has
     graphs of its own. See `Engine.prepare`.
@@ -66,7 +66,7 @@ def prepare(
         if not able:
             return Prepared()
         began, before = time.perf_counter(), _reserved_bytes(taken)
-        # room in all caches first, and for the longest segments: a cache that grows ends the graphs that read it
+        # room in all caches first, and for the longest segments: graphs become invalid when a cache grows
         rooms = [(min(tokens or TOKENS, engine.target.context), used) for engine, used in able]
         for longest, used in sorted(rooms, key=lambda room: room[1].slots(room[0]), reverse=True):
             used.make_room(batch, longest)
@@ -78,7 +78,7 @@ def prepare(
 
 
 def _kinds(engine: Engine, speculate: bool) -> list[bool]:
-    """Which kinds of batches an engine uses: with the draft, and without it, also where drafting rests (`auto`)."""
+    """The kinds of batches that an engine uses: with the draft (True), without (False), or both where drafts rest."""
     if not speculate or engine.draft is None:
         return [False]
     return [True] if engine.chooser is None else [True, False]
@@ -90,11 +90,11 @@ def _request(engine: Engine, sampling: Sampling) -> Request:
 
 
 def _reserved_bytes(batches: Sequence[tuple[Engine, Batch]]) -> int:
-    """The memory that this process holds on the batches' GPUs, without what it keeps for later allocations."""
+    """The bytes that this process holds on the batches' GPUs, without memory cached for later allocations."""
     devices = {
         d for _, b in batches for d in (b.target.device, *([b.proposer.draft.device] if b.proposer.draft else []))
     }
     gpus = [device for device in devices if device.type == "cuda"]
     if gpus:
-        torch.cuda.empty_cache()  # as a capture does, so that the difference is what was captured
+        torch.cuda.empty_cache()  # as a capture does, so that a difference of two calls is the captured memory
     return sum(torch.cuda.memory_reserved(device) for device in gpus)

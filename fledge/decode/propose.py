@@ -1,4 +1,4 @@
-"""Drafting: a source of candidates and the shape of what is drafted from them, chosen by `Drafting`."""
+"""Drafting: a source of candidates and the shape of the drafted trees, chosen by `Drafting`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fledge.types import Sampling, Tree, TreeShape, check_type
 MODES = ("chain", "tree", "parallel")
 DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's config says
 AUTO = "auto"
-DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR or twice the trained one
+DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR or twice the trained depth
 FAR = 10
-NODES = (8, 16, 32, 60)  # the same for the nodes of trees
+NODES = (8, 16, 32, 60)  # numbers of tree nodes that "auto" chooses from
 
 
 class Proposer:
-    """Drafts for the requests that are decoded together, from one source, in trees of one of `shapes`: the first, until
-    `use` chooses another."""
+    """Drafts trees for the requests of a batch from one source. `shapes` are the possible shapes; the first shape is
+    used until `use` chooses another."""
 
     def __init__(self, source: CandidateSource, shapes: Mapping[DraftSize, Shape]):
         self.source, self.shapes = source, shapes
         self.use(next(iter(shapes)))
 
     def use(self, size: DraftSize) -> None:
-        """Drafts trees of this size in the next rounds."""
+        """Sets the size of the trees drafted in the next rounds."""
         self.size, self.shape = size, self.shapes[size]
         self.source.set_depth(self.shape.levels)
 
@@ -50,7 +50,7 @@ class Proposer:
 
     @property
     def sizes(self) -> tuple[DraftSize, ...]:
-        """The sizes of trees that can be drafted."""
+        """The possible sizes of trees."""
         return tuple(self.shapes)
 
     @property
@@ -60,7 +60,7 @@ class Proposer:
 
     @property
     def rows(self) -> int:
-        """The most tokens of a request that the draft has not read before a round: those of a round of any size."""
+        """The most tokens of a request that the draft has not read before a round: as many as a round can commit."""
         return self.most_levels + 1
 
     @property
@@ -75,11 +75,11 @@ class Proposer:
 
     @property
     def scratch(self) -> int:
-        """The most slots that a round writes after the committed ones in the draft's cache."""
+        """The most slots of the draft's cache that a round writes after the committed slots."""
         return self.rows + max(max(s.levels, s.expanded, self.source.rows(s.levels)) for s in self.shapes.values())
 
     def new_cache(self, sizes: Sequence[int]) -> KVCache:
-        """An empty cache of sequences of these sizes, in slots, for `read` and then `append`."""
+        """An empty cache of sequences of `sizes` slots each, for `read` and then `append`."""
         return KVCache(self.source.pool, sizes)
 
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
@@ -95,13 +95,13 @@ class Proposer:
         self.source.select(staying)
 
     def set_sampling(self, sampling: BatchSampling) -> None:
-        """Sets how the drafted tokens of the requests are drawn, in their order. Without it, drafting is greedy."""
+        """Sets how the drafted tokens of each request are drawn. Before the first call, drafting is greedy."""
         same = sampling.seed_B.device == self.draft.device
         self.source.sampling = sampling if same else sampling.to(self.draft.device)
 
     @property
     def capturable(self) -> bool:
-        """Whether drafting asks the device nothing, so that it can be captured as a CUDA graph."""
+        """Whether drafting can be captured as a CUDA graph: drafting then asks the device nothing."""
         return not (self.source.sequential and self.shape.ends_early)
 
     def tensors(self) -> list[Tensor]:
@@ -109,11 +109,11 @@ class Proposer:
         return self.source.tensors()
 
     def buffers(self) -> list[Tensor]:
-        """The buffers of the draft's cache, which is another one after it has grown."""
+        """The buffer of the draft's cache. A cache that grows gets a new buffer."""
         return [self.source.pool.buffer]
 
     def lengths(self) -> list[Tensor]:
-        """Those of `tensors` that are lengths of caches."""
+        """The members of `tensors` that are lengths of caches."""
         return [self.source.cache.length_B]
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
@@ -126,8 +126,8 @@ class Proposer:
 
     @torch.inference_mode()
     def propose(self, state: RoundState) -> Tree:
-        """Adds each request's new slots to the draft's cache, and drafts from the last one. The new slots' keys and
-        values stay in the cache; those of drafted nodes are forgotten."""
+        """Adds each request's new slots to the draft's cache, and drafts a tree from the last slot. The keys and values
+        of new slots stay in the cache; the keys and values of drafted nodes are forgotten."""
         root_B, logits_BKW = self.source.begin(state.to(self.draft.device))
         tree, slot_BN = self.shape.grow(self.source, root_B, logits_BKW)
         self.source.end(slot_BN)
@@ -140,12 +140,12 @@ class Drafting:
 
     `mode` "chain" drafts a chain of `depth` tokens, one per pass; "parallel" a chain in one pass, for methods that can
     (P-EAGLE); "tree" drafts EAGLE-2's tree of `nodes`, the root included, with at most `width` children a node and
-    paths of at most `depth` tokens, or a tree of a fixed `shape`. None is the method's own way, a chain. `depth` None
-    is the depth that the draft was trained to. With "auto" as `depth` or `nodes`, they are chosen while decoding, and
-    nothing is drafted while that is faster (`decode/draft_size.py`). With `confidence` above 0 a chain is drafted only
-    while the draft gives it at least that probability. `stable` False keeps in the draft's cache what drafting computed
-    for accepted tokens. `sizes` are what a round may draft, the first one to begin with, as `for_draft` finds them.
-    Raises TypeError for values of a wrong type, and ValueError for values out of range or that contradict each other.
+    paths of at most `depth` tokens, or a tree of a fixed `shape`. `mode` None is a chain, in one pass if the method
+    can. `depth` None is the trained depth of the draft. `depth` or `nodes` "auto" chooses the number while decoding,
+    and drafts nothing while that is faster (`decode/draft_size.py`). With `confidence` above 0 a chain is drafted only
+    while the draft's probability of the chain is at least `confidence`. `stable` False caches keys and values of
+    accepted tokens as computed in drafting. `sizes` are the draft sizes of a round, the initial size first, set by
+    `for_draft`. Raises TypeError for a wrong type, and ValueError for values out of range or in contradiction.
     """
 
     depth: int | str | None = None
@@ -200,7 +200,7 @@ class Drafting:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Drafting:
-        """The drafting with these fields. Raises TypeError for a name that is not a field, and ValueError as above."""
+        """A `Drafting` of `options`. Raises TypeError for a name that is not a field, and ValueError as `Drafting`."""
         known = [f.name for f in fields(cls)]
         if unknown := [name for name in options if name not in known]:
             raise TypeError(f"{unknown[0]} is not an option of drafting; the options are {', '.join(known)}")
@@ -215,16 +215,16 @@ class Drafting:
 
     @property
     def automatic(self) -> bool:
-        """Whether it is chosen while decoding how much is drafted."""
+        """Whether the draft size is chosen while decoding."""
         return self.depth == AUTO or (self.tree and self.nodes == AUTO)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ValueError where drafted tokens are to be drawn and the shape is a tree."""
+        """Raises ValueError if `sampling` draws drafted tokens and the shape is a tree."""
         if self.tree and sampling.samples_draft:
             raise ValueError("sampled drafts need a chain, since a tree drafts the likeliest tokens; leave tree out")
 
     def for_method(self, method: Method) -> Drafting:
-        """The same with the mode that a method has. Raises ValueError for a mode or cache that it lacks."""
+        """The same drafting with the mode of a method. Raises ValueError for a mode or cache that the method lacks."""
         if method.one_pass and not self.stable:
             raise ValueError(
                 f"the draft cache of {method.title} is always stable, since masked slots are no accepted tokens; leave "
@@ -236,7 +236,7 @@ class Drafting:
         return replace(self, mode="tree" if self.tree else "parallel" if method.one_pass else "chain")
 
     def for_draft(self, config: DraftConfig) -> Drafting:
-        """The same with the mode, depth and sizes of a draft. Raises ValueError as `for_method`."""
+        """The same drafting with the mode, depth and sizes of a draft. Raises ValueError as `for_method`."""
         trained = config.provenance.depth or DEPTH
         resolved = replace(self.for_method(config.family), depth=self.depth or trained)
         return replace(resolved, sizes=resolved._sizes(trained, config.family.one_pass))
@@ -270,7 +270,7 @@ class Drafting:
         return max(s.nodes for s in self.sizes)
 
     def record(self) -> dict[str, Any]:
-        """Its values as plain data, without those that have no effect."""
+        """The drafting's values as plain data, without values that have no effect."""
         how = {"mode": self.mode, "draft_cache": "stable" if self.stable else "unstable"}
         if not self.tree:
             return how | {"depth": self.depth, "confidence": self.confidence}
@@ -289,7 +289,7 @@ class Drafting:
         return Proposer(StepSource(draft, self.verified, expanded, self.deepest, self.stable), shapes)
 
     def chooser(self) -> SizeChooser | None:
-        """What chooses among the sizes while decoding, of resolved drafting; None if there is one size."""
+        """The chooser among the sizes while decoding, of resolved drafting; None unless depth or nodes are "auto"."""
         return SizeChooser(self.sizes) if self.automatic else None
 
     def _shape(self, draft: Draft, size: DraftSize) -> Shape:

@@ -16,8 +16,8 @@ from fledge.types import Sampling, Trace
 
 @dataclass
 class Completion:
-    """The result of a request: `tokens`, a stop token included, the `text` without it, and `finish`, the reason why it
-    ended: "stop", "length", or "" of a stream that was closed before its end."""
+    """The result of a request: `tokens`, a stop token included, the `text`, without the stop token, and `finish`, the
+    reason for the end: "stop", "length", or "" if the stream was closed early."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -51,8 +51,8 @@ class Request:
     over: bool = False
 
     def commit(self, tokens: list[int]) -> None:
-        """Adds the tokens that verification chose: all to the prefix, and to the answer those up to a stop token, a
-        stop string or the limit."""
+        """Adds the tokens that verification chose to the prefix, and to the answer up to a stop token, a stop string or
+        the limit."""
         self.prefix.extend(tokens)
         self.fresh, done, text = tokens, self.done, self.text
         if len(tokens) > (left := self.limit - len(done.tokens)):
@@ -71,8 +71,8 @@ class Request:
         done.trace.t_total = time.perf_counter() - self.began
 
     def is_last(self) -> Callable[[int], bool]:
-        """Returns a predicate for the tokens that may be committed next. Called with them in order, it returns True at
-        the answer's last token."""
+        """Returns a predicate on the tokens that may be committed next. Called with the tokens in order, the predicate
+        returns True at the answer's last token."""
         text, left = self.text.copy(), itertools.count(self.limit - len(self.done.tokens) - 1, -1)
 
         def ends(token: int) -> bool:
@@ -93,11 +93,11 @@ class Request:
         return len(self.prefix) + self.limit - len(self.done.tokens)
 
     def take(self) -> str:
-        """The text that is certain by now and was not handed out; all of it, if the request is over."""
+        """The final text that was not handed out before; all remaining text, if the request is over."""
         return self.text.take() + (self.close() if self.over else "")
 
     def close(self) -> str:
-        """Finishes the text and returns what of it was not handed out."""
+        """Finishes the text and returns the part that was not handed out before."""
         rest = self.text.finish()
         self.done.text = self.text.text
         if self.text.stopped:
@@ -147,7 +147,7 @@ def check_prompt(asked: Any) -> str | list[int] | list[Mapping[str, Any]]:
 
 
 def _plain(asked: Any) -> Any:
-    """The same with every tensor, array and sequence as a list."""
+    """The argument with every tensor, array and sequence as a list."""
     asked = asked.tolist() if hasattr(asked, "tolist") else asked
     if isinstance(asked, Sequence) and not isinstance(asked, str | bytes):
         return list(asked) if _are_ids(asked) else [x if type(x) is int else _plain(x) for x in asked]
@@ -155,7 +155,7 @@ def _plain(asked: Any) -> Any:
 
 
 def _are_ids(asked: Sequence[Any]) -> bool:
-    """Whether all are integers of Python's own type, which is found fast, as a prompt may have many."""
+    """Whether all items are of type int. The check is fast, as a prompt may have many items."""
     return set(map(type, asked)) == {int}
 
 
@@ -172,9 +172,9 @@ def _kind(x: Any) -> str:
 
 
 def proposers(trace: Trace, tokens: int) -> list[int]:
-    """For each of the first `tokens` tokens of an answer: the depth (1, 2, ...) at which the draft proposed it, or 0
-    for the target's own tokens, which are the first one, and one at the end of each round. Without a draft, the trace
-    has no rounds, and all tokens are the target's own."""
+    """The depth (1, 2, ...) at which the draft proposed each of the first `tokens` tokens of an answer, or 0 for the
+    target's own tokens: the first token of the answer and the last token of each round. Without a draft, the trace has
+    no rounds, and all tokens are the target's own."""
     if not trace.rounds:
         return [0] * tokens
     rounds = ([*range(1, r.accepted + 1), 0] for r in trace.rounds)
@@ -184,8 +184,8 @@ def proposers(trace: Trace, tokens: int) -> list[int]:
 class AttributedText:
     """The text of an answer in pieces, each with the proposer (see `proposers`) of the token that completed it.
 
-    It follows an answer while it is generated: `take` returns the pieces of the tokens that came since the last call,
-    and `finish` what remains after the last one. `stop_ids` are the tokens that end an answer and have no text.
+    Follows an answer during generation: `take` returns the pieces of the tokens generated since the last call, and
+    `finish` the text that remains after the last token. `stop_ids` are the tokens that end an answer and have no text.
     """
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int] = (), stop: Sequence[str] = ()):

@@ -37,12 +37,12 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests t
 
 
 class EagerWarning(UserWarning):
-    """Rounds are launched operation by operation, though those of the target alone would be CUDA graphs."""
+    """Rounds are launched operation by operation, though rounds of the target alone would be CUDA graphs."""
 
 
 def graph_size(requests: int) -> int:
-    """The number of requests of the graphs that so many are run with: above the largest of GRAPH_SIZES a multiple of
-    32."""
+    """The batch size of the graphs that run `requests` requests: the next of GRAPH_SIZES, and beyond the largest one a
+    multiple of 32."""
     return next((n for n in GRAPH_SIZES if n >= requests), -(-requests // 32) * 32)
 
 
@@ -66,7 +66,7 @@ class Drafter(Protocol):
         """The tensors, with one entry for each request, that a round reads and changes."""
 
     def lengths(self) -> list[Tensor]:
-        """Those of `tensors` that are lengths of caches."""
+        """The members of `tensors` that are lengths of caches."""
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """Replaces `tensors` by others."""
@@ -76,19 +76,19 @@ class Drafter(Protocol):
 
 
 class Timer:
-    """Measures the seconds from its last start to the first `mark`, and from each to the next, with events of a GPU's
-    stream: the one that is current at the start. It starts when it is created. Of a round, on the target's device,
-    these are drafting, if there is any, and verification. Drafting on another device includes the copies to that device
-    and back. Verification includes bringing the results to the host, which takes microseconds."""
+    """Measures the seconds from the last start to the first `mark`, and from each mark to the next. Creating a timer
+    starts it. On a GPU, the times are events of the stream that is current at the start. A round has two times on the
+    target's device: of drafting, if anything is drafted, and of verification. Drafting on another device includes the
+    copies to that device and back. Verification includes bringing the results to the host, which takes microseconds."""
 
     def __init__(self, device: torch.device):
         self.device, self.cuda = device, device.type == "cuda"
-        self.events: list[torch.cuda.Event] = []  # used again after each start, as torch takes long to create one
+        self.events: list[torch.cuda.Event] = []  # used again after each start, as torch creates events slowly
         self.marks: list[Any] = []
         self.start()
 
     def start(self) -> None:
-        """Starts again."""
+        """Starts the timer again."""
         self.stream = current_stream(self.device)
         self.marks.clear()
         self.mark()
@@ -105,7 +105,7 @@ class Timer:
         self.marks.append(event)
 
     def seconds(self) -> list[float]:
-        """The seconds up to each mark. Waits for the device to reach the last one."""
+        """The seconds up to each mark. Waits for the device to reach the last mark."""
         if not self.cuda:
             return [b - a for a, b in itertools.pairwise(self.marks)]
         self.marks[-1].synchronize()
@@ -113,8 +113,8 @@ class Timer:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The current stream of a GPU, as `torch.cuda.current_stream`, which takes longer than to record an event; None of
-    a CPU."""
+    """The current stream of a GPU, faster than by `torch.cuda.current_stream`, which takes longer than recording an
+    event. None for a CPU."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -123,20 +123,20 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @functools.cache
 def stream_at(index: int, address: int) -> torch.cuda.Stream:
-    """`torch.cuda.current_stream`, remembered by the address, which must be that of the stream that is current. torch
-    keeps its streams for as long as the program runs."""
+    """`torch.cuda.current_stream`, cached by `address`, the address of the current stream. torch keeps streams for as
+    long as the program runs."""
     return torch.cuda.current_stream(index)
 
 
 def copy_to_host(results: Tensor) -> Tensor:
-    """A copy of a round's results in the host's memory. It is complete when the current stream has passed this point,
-    which an event tells."""
+    """A copy of a round's results in the host's memory. The copy is complete when the current stream has passed this
+    call; an event recorded after the call tells when."""
     host = torch.empty(results.shape, dtype=results.dtype, device="cpu", pin_memory=results.is_cuda)
     return host.copy_(results, non_blocking=True)
 
 
 def apart(draft: Draft | None, device: torch.device) -> bool:
-    """Whether there is a draft and it is on another device."""
+    """Whether a draft is given and is on another device than `device`."""
     return draft is not None and draft.device != device
 
 
@@ -153,14 +153,14 @@ def copy_to(values: Values, device: torch.device) -> Values:
 
 
 def copy_into(copies: Values, values: Values) -> None:
-    """Copies the tensors of a dataclass into those that `copy_to` returned. The host does not wait for it on GPUs."""
+    """Copies the tensors of a dataclass into the copies that `copy_to` returned. On GPUs, the host does not wait."""
     for copy, x in zip(tensors_of(copies), tensors_of(values), strict=True):
         copy.copy_(x, non_blocking=True)
 
 
 def copy_all(copies: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies each of `values` into the tensor at its place in `copies`, which has its shape and dtype; one that is
-    there itself is left out. One kernel copies all small tensors of a dtype."""
+    """Copies `values[i]` into `copies[i]`, a tensor of the same shape and dtype. Pairs of one and the same tensor are
+    skipped. One kernel copies all small tensors of a dtype."""
     small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for copy, x in zip(copies, values, strict=True):
         if x is copy:
@@ -182,11 +182,11 @@ def bytes_of(*values: RoundState | Tree) -> int:
 
 @dataclass
 class Rounds:
-    """What the rounds of B requests read and change: the drafter's on the draft's device, all else on the target's.
+    """The data that rounds of B requests read and change: `drafter` on the draft's device, the rest on the target's.
 
     `layers` are the target layers that the draft reads; None without a draft. `state` are the tokens committed last,
-    `sampling` the requests' options, and `seen_BV` the tokens of each prefix (bool), if some options penalize them.
-    `copied_bytes` are those that the last round copied between the devices.
+    and `sampling` the requests' options. `seen_BV` (bool) are the tokens of each prefix; None unless a request has a
+    repetition penalty. `copied_bytes` counts the bytes that the last round copied between the devices.
     """
 
     target: DecodingTarget
@@ -252,20 +252,20 @@ def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
 
 
 def graph_memory() -> Any:
-    """A new memory pool for graphs that are replayed one after the other, with a part on each device. It ends with its
-    last graph."""
+    """A new memory pool for graphs that are replayed one after the other, with a part on each device. The pool is freed
+    with the last graph."""
     return torch.cuda.graph_pool_handle()
 
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a GPU that graphs are captured on. It is one stream, since graphs share memory only then."""
+    """The stream of a GPU that all graphs are captured on: graphs share memory only if captured on one stream."""
     return torch.cuda.Stream(device)
 
 
 def warm_up(work: Callable[[], Any], device: torch.device) -> Any:
-    """Runs on a GPU what will be captured, so that kernels are compiled and libraries initialised, and returns its
-    results."""
+    """Runs `work` on a GPU before a capture, to compile kernels and initialise libraries. Returns the results of
+    `work`."""
     side, current = side_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(current)
     with torch.cuda.device(device), torch.cuda.stream(side):
@@ -275,8 +275,8 @@ def warm_up(work: Callable[[], Any], device: torch.device) -> Any:
 
 
 def capture(work: Callable[[], Any], memory: Any, device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Captures the kernels of `work`, all on one GPU, as a CUDA graph. Returns its replay on that GPU's current stream,
-    and what `work` returned, whose tensors each replay computes anew."""
+    """Captures the kernels of `work`, all on one GPU, as a CUDA graph. Returns a function that replays the graph on the
+    GPU's current stream, and the results of `work`. Each replay computes the tensors of the results anew."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph, pool=memory, stream=side_stream(device)):
         results = work()
@@ -286,8 +286,8 @@ def capture(work: Callable[[], Any], memory: Any, device: torch.device) -> tuple
 class Places:
     """Tensors with an entry for each of `size` places, at the addresses that graphs read and write.
 
-    Places without a request decode a sequence of no tokens, again and again, in slots that belong to nobody. `lengths`
-    are those of the tensors that count a sequence's tokens.
+    Places without a request decode an empty sequence, again and again, in slots reserved for this. `lengths` are the
+    members of `tensors` that count a sequence's tokens.
     """
 
     def __init__(self, size: int, device: torch.device, tensors: Sequence[Tensor], lengths: Sequence[Tensor]):
@@ -301,7 +301,7 @@ class Places:
         self.active_B.zero_()
 
     def load(self, theirs: Sequence[Tensor], requests: int) -> None:
-        """Takes the values of requests from such tensors of theirs, for the first places."""
+        """Copies the requests' tensors `theirs`, in the order of `tensors`, to the first places."""
         if requests < self.size:
             self.reset()
         copy_all([mine[:requests] for mine in self.tensors], theirs)
@@ -312,8 +312,8 @@ class Places:
         copy_all(theirs, [mine[:requests] for mine in self.tensors])
 
     def keep(self, changed: Sequence[Tensor]) -> None:
-        """Takes the values of tensors that a round made in place of these, which may have fewer columns. Places without
-        a request start again."""
+        """Copies the tensors `changed`, which a round computed as new values of `tensors`, to the places. A changed
+        tensor may have fewer columns. Places without a request start again with length 0."""
         copy_all(
             [x if x.shape == new.shape else x[:, : new.shape[1]] for x, new in zip(self.tensors, changed, strict=True)],
             changed,
@@ -325,15 +325,15 @@ class Places:
 class CapturedRounds:
     """Rounds of up to `size` requests as two CUDA graphs, for drafting and for verification, each on its own device.
 
-    `draft` and `verify` replay them. The graphs read and change tensors of their own (`Places`): `load` copies those of
-    other rounds there, and `store` copies them back. Where the devices differ, `draft` also copies the state to the
-    draft's device before its graph, and the trees to the target's device after it, `copied_bytes` in all.
+    `draft` and `verify` replay the graphs. The graphs read and change separate tensors (`Places`): `load` copies the
+    tensors of other rounds to the places, and `store` copies back. Where the devices differ, `draft` also copies the
+    state to the draft's device first, and the trees to the target's device afterwards, `copied_bytes` in all.
     """
 
     def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any, buffers: Any):
         """`spare` are caches of the target and the draft with a segment of slots for places without a request. `memory`
-        is that of the graphs (`graph_memory`). `buffers` identify the present buffers of the caches (`Batch._buffers`),
-        which the graphs read by address."""
+        is the graphs' memory pool (`graph_memory`). `buffers` identify the present buffers of the caches
+        (`Batch._buffers`), which the graphs read by address."""
         self.buffers = buffers
         target, drafter, device = rounds.target, rounds.drafter.idle(spare[1], size), rounds.state.token_BR.device
         draft_device = device if drafter.draft is None else drafter.draft.device
@@ -365,7 +365,7 @@ class CapturedRounds:
 
     @torch.inference_mode()
     def _to_target(self, tree: Tree) -> Tree:
-        """Trees on the target's device: the same, or copies."""
+        """Trees on the target's device: the given trees, or copies."""
         return copy_to(tree, self.rounds.state.token_BR.device) if self.apart else tree
 
     @torch.inference_mode()
@@ -401,14 +401,14 @@ class CapturedRounds:
             copy_into(self.tree, self.drafted)
 
     def verify(self) -> Tensor:
-        """Launches the verification. Returns where its results (`Rounds.verify_trees`), with a row for each place, will
-        be on the host; see `PinnedRing.next`."""
+        """Launches the verification. Returns the host tensor that will receive the results (`Rounds.verify_trees`), a
+        row for each place; see `PinnedRing.next`."""
         self.replay_verify()
         return self.results.next()
 
     @torch.inference_mode()
     def load(self, rounds: Rounds) -> None:
-        """Takes the requests of other rounds with the same flags of sampling."""
+        """Copies the requests of other rounds, with the same sampling flags, to the places."""
         requests = rounds.state.count_B.numel()
         self.verifying.load(rounds.tensors(), requests)
         self.drafting.load(self._read_by_draft(rounds), requests)
@@ -416,7 +416,7 @@ class CapturedRounds:
 
     @torch.inference_mode()
     def store(self, rounds: Rounds) -> None:
-        """Gives the requests that were loaded back to their rounds, with what changed."""
+        """Copies the tensors of the loaded requests back to their rounds."""
         requests = rounds.state.count_B.numel()
         self.verifying.store(rounds.tensors(), requests)
         self.drafting.store(self._read_by_draft(rounds), requests)

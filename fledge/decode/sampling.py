@@ -24,10 +24,10 @@ class BatchSampling:
 
     The tensors are on one device: `temperature_B` (0 is greedy), `top_p_B` (1 keeps all) and `repetition_penalty_B`
     (1 is none) are float64, `top_k_B` (0 keeps all), `seed_B` and `request_B` int64. Greedy requests have no filters.
-    The flags are known on the host and decide which code runs, so that no device is asked. `samples` and `greedy`: some
+    The flags decide which code runs; the host knows the flags without asking the device. `samples` and `greedy`: some
     requests sample, some are greedy. `filters`: some have top-k or top-p. `penalizes`: some have a repetition penalty.
-    `samples_draft`: drafted tokens are drawn on their own, for the whole batch; a greedy request's are then drawn from
-    a certainty.
+    `samples_draft`: drafted tokens of the whole batch are drawn independently of the target's draws; the tokens of a
+    greedy request are then drawn from a distribution with a single token.
     """
 
     temperature_B: Tensor
@@ -44,8 +44,8 @@ class BatchSampling:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], requests: Sequence[int], device: torch.device | str) -> BatchSampling:
-        """The options of requests with these numbers. Their logits processors are left out. Raises ValueError where
-        there is not one number for each."""
+        """The options of requests with the numbers `requests`, without the logits processors. Raises ValueError unless
+        each request has a number."""
         if len(samplings) != len(requests):
             raise ValueError(f"{len(samplings)} samplings need as many request numbers, not {len(requests)}")
         top_k = [0 if s.greedy else min(int(s.top_k), LARGEST) for s in samplings]
@@ -73,7 +73,7 @@ class BatchSampling:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """The flags that decide which code runs."""
+        """The five flags, which decide the code that runs."""
         return self.samples, self.greedy, self.filters, self.penalizes, self.samples_draft
 
     def select(self, index_B: Tensor) -> BatchSampling:
@@ -85,12 +85,12 @@ class BatchSampling:
         return [x for x in vars(self).values() if isinstance(x, Tensor)]
 
     def idle(self, size: int) -> BatchSampling:
-        """Greedy options of `size` requests, with the flags of these."""
+        """Greedy options of `size` requests, with the same flags."""
         greedy = BatchSampling.of([Sampling()] * size, [0] * size, self.seed_B.device)
         return replace(greedy, **{f.name: getattr(self, f.name) for f in fields(self) if f.type == "bool"})
 
     def to(self, device: torch.device) -> BatchSampling:
-        """The same on another device."""
+        """The same options on another device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
 
@@ -108,7 +108,7 @@ class BatchSampling:
 
     def penalize(self, logits_BNV: Tensor, seen_BNV: Tensor | None = None) -> Tensor:
         """The first part of `process`: the repetition penalty, as RepetitionPenaltyLogitsProcessor. Raises ValueError
-        without the tokens that it needs."""
+        if a penalty needs `seen_BNV` and the argument is None."""
         if not self.penalizes:
             return logits_BNV
         if seen_BNV is None:
@@ -125,12 +125,12 @@ class BatchSampling:
         return filter_top(scores_BNV, self.top_k_B, self.top_p_B) if self.filters else scores_BNV
 
     def temper(self, scores: Tensor) -> Tensor:
-        """Scores [B, .., V] divided by the temperatures; those of greedy requests as they are."""
+        """Scores [B, .., V] divided by the temperatures; scores of greedy requests are unchanged."""
         return scores / _column(self.temperature_B.where(self.temperature_B > 0, 1.0), scores)
 
     def draw(self, scores_BV: Tensor, state_B: Tensor) -> list[int]:
-        """The tokens that the states draw from penalized scores on a CPU; as `gumbel_argmax` of `settle` of `warp`, but
-        sorts no vocabulary where the filters leave few tokens."""
+        """The tokens that the states draw from penalized scores on a CPU: the same as `gumbel_argmax` of `settle` of
+        `warp`, without sorting the vocabulary where the filters leave few tokens."""
         scores_BV = self.temper(at_least_float32(scores_BV))
         if not self.filters:
             return gumbel_argmax(self.settle(scores_BV), state_B).tolist()
@@ -144,7 +144,7 @@ class BatchSampling:
         return drawn
 
     def settle(self, scores: Tensor) -> Tensor:
-        """Scores [B, .., V] in which greedy requests have -inf but at their argmax, so that drawing takes that."""
+        """Scores [B, .., V] to draw from; of greedy requests, 0 at the argmax and -inf elsewhere."""
         if not self.greedy:
             return scores
         certain = torch.full_like(scores, -torch.inf).scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
@@ -157,7 +157,7 @@ def _int64(x: int) -> int:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Float64 as it is, other dtypes as float32."""
+    """Converts to float32, but leaves float64 unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -174,19 +174,19 @@ def seen_tokens(prefixes: Sequence[Sequence[int]], vocabulary: int, device: torc
 
 
 def seen_by_node(tree: Tree, seen_BV: Tensor | None) -> Tensor | None:
-    """Which tokens stand before each node, its own included, bool [B, N, V]: those of the committed prefix (bool
-    [B, V], the root's included) and of the node's path. None if no tokens are given."""
+    """The tokens before each node and the node's own token, bool [B, N, V]: the tokens of the committed prefix
+    (`seen_BV`, bool [B, V], with the root's token) and of the node's path. None if `seen_BV` is None."""
     if seen_BV is None:
         return None
     N, V = tree.token_BN.shape[1], seen_BV.shape[1]
-    # nodes outside the path say the root's token again, which the prefix has
+    # nodes outside the path repeat the root's token, which is in the prefix
     path_BNN = torch.where(tree.ancestors(), tree.token_BN[:, None], tree.token_BN[:, :1, None])
     seen_BNV = F.pad(seen_BV, (0, 1))[:, None].repeat(1, N, 1)  # with a place for ids beyond the vocabulary
     return seen_BNV.scatter(2, path_BNN.clamp_max(V), True)[..., :V]
 
 
 def see(seen_BV: Tensor, verdict: Verdict) -> None:
-    """Adds the tokens of a verdict to those that were seen, in place."""
+    """Adds the tokens of a verdict to `seen_BV`, in place."""
     valid_BR = torch.arange(verdict.token_BR.shape[1], device=seen_BV.device) < verdict.count_B[:, None]
-    # the padding says the first token again
+    # the padding repeats the first token
     seen_BV.scatter_(1, torch.where(valid_BR, verdict.token_BR, verdict.token_BR[:, :1]), True)

@@ -1,4 +1,4 @@
-"""The requests of an engine: when a request begins, in which batch, and what a step does."""
+"""The requests of an engine: the time of admission, the batch of each request, and the work of a step."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from fledge.decode.engine import Engine
 
 SMALL_BATCH_SLOTS = 8192  # a batch with at most this many cache slots, padding included, may have any lengths
-BEGINNING = 0.005  # seconds for which a beginning stops the running requests, besides its work for each that begins
+BEGINNING = 0.005  # seconds for which an admission stops the running requests, besides the work per admitted request
 
 
 class Beginning:
-    """When requests begin, of which at most `batch` are decoded together.
+    """The admission of requests to a batch of at most `batch` requests.
 
-    Each beginning stops the running requests for a prefill, which takes some time however few begin. So a free place is
-    left empty, in the hope that others become free, until with the next round the free places would have lost as much
-    time as a beginning takes from all running requests. No place is left empty if nothing runs, or if all waiting
-    requests have a place.
+    Each admission stops the running requests for a prefill, at a fixed cost however few requests are admitted. A free
+    place is therefore left empty, in the hope that more places become free, until the next round would raise the time
+    lost by free places to the time that an admission takes from all running requests. No place is left empty if no
+    request runs, or if all waiting requests have a place.
     """
 
     def __init__(self, batch: int, clock: Callable[[], float] = time.perf_counter):
         """`clock` returns seconds."""
         self.batch, self.clock = batch, clock
-        self.free, self.since = 0, clock()  # the places that are left empty, and since when
+        self.free, self.since = 0, clock()  # the number of places left empty, and the time since when
         self.lost = 0.0  # the seconds that places were left empty, added up
 
     def count(self, running: int, waiting: int) -> int:
-        """How many of the waiting requests begin now. Called before each round."""
+        """The number of waiting requests to admit now. Called before each round."""
         now, places = self.clock(), min(self.batch - running, waiting)
         round_ = now - self.since
         self.lost += self.free * round_
@@ -47,10 +47,10 @@ class Beginning:
 class DecodeLoop:
     """Decodes requests that come and go, at most `places` together.
 
-    Requests that are decoded with the draft and those without it are in different batches, and so are requests whose
-    drafted tokens are drawn and those whose are not. If the target's cache `pads`, a batch has as many slots for each
-    request as its longest request needs; a request that is much longer than the others therefore gets a batch of its
-    own. A round is one round of each batch. An exception in `step` leaves nothing to go on with but `close`.
+    Requests with and without the draft are in different batches, and so are requests with drawn and with greedily
+    chosen drafted tokens. If the target's cache `pads`, a batch has as many slots for each request as the longest
+    request needs; a much longer request therefore gets a batch of its own. A round is one round of each batch. After an
+    exception in `step`, only `close` may be called.
     """
 
     def __init__(self, engine: Engine, places: int):
@@ -67,8 +67,8 @@ class DecodeLoop:
         return sum(len(batch.running) for batch in self.batches)
 
     def step(self) -> list[Request]:
-        """Runs a prefill of requests that begin, or a round. Returns the requests that tokens were committed to; none
-        if all requests are complete."""
+        """Runs a prefill of admitted requests, or a round. Returns the requests that got tokens; an empty list if all
+        requests are complete."""
         updated: list[Request] = []
         while not updated and (self.waiting or self.running or self.prefills is not None):
             if self.prefills is None and (count := self.beginning.count(self.running, len(self.waiting))):
@@ -77,12 +77,12 @@ class DecodeLoop:
                 updated = self._round()
             elif (prefilled := next(self.prefills, None)) is None:
                 self.prefills, updated = None, self._round()
-            else:  # nothing between two parts of a prompt
+            else:  # `prefilled` is empty between two parts of a prompt
                 updated = prefilled or self._round()
         return updated
 
     def abort(self, request: Request) -> None:
-        """Ends a request, whose memory is free at once."""
+        """Ends a request and frees its memory at once."""
         request.over = True
         if request in self.waiting:
             self.waiting.remove(request)
@@ -91,13 +91,13 @@ class DecodeLoop:
                 batch.dismiss()
 
     def close(self) -> None:
-        """Gives all batches back, with their requests, complete or not."""
+        """Gives all batches back to the engine, with their requests, complete or not."""
         self.prefills = None
         while self.batches:
             self.engine.put_back(self.batches.pop())
 
     def _begin(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Adds each request to the first batch that it fits in, or to a new one; prefills and yields as `Batch.add`."""
+        """Adds each request to the first batch with room, or to a new batch. Prefills and yields as `Batch.add`."""
         drafting = [r for r in requests if r.drafts]
         if drafting and self.chooser is not None and not any(b.running and b.kind[0] for b in self.batches):
             self.rests = self.chooser.rests(len(drafting))
@@ -128,7 +128,7 @@ class DecodeLoop:
         return updated
 
     def _open(self, kind: tuple[bool, bool]) -> Batch:
-        """Another batch, for requests that (1) ask for a draft and (2) draw drafted tokens."""
+        """Opens a batch. `kind` tells whether the batch's requests (1) ask for a draft and (2) draw drafted tokens."""
         batch = self.engine.take_batch(kind[0] and not self.rests)
         batch.kind, batch.records, batch.chooser = kind, kind[0], self.chooser if kind[0] else None
         self.batches.append(batch)
@@ -139,6 +139,6 @@ class DecodeLoop:
         self.engine.put_back(batch)
 
     def _fit(self, requests: Sequence[Request]) -> bool:
-        """Whether requests can share a batch: its cache has at most twice the slots that they need, or is small."""
+        """Whether requests can share a batch: the batch's cache has at most twice the needed slots, or is small."""
         needed = [r.longest for r in requests]
         return not self.pads or len(needed) * max(needed) <= max(2 * sum(needed), SMALL_BATCH_SLOTS)

@@ -1,6 +1,6 @@
-"""Shapes of what is drafted in a round: a chain, EAGLE-2's dynamic tree, or a fixed tree.
+"""Shapes of a round's draft: a chain, EAGLE-2's dynamic tree, or a fixed tree.
 
-Each grows its trees from the logits of any source (`decode/sources.py`).
+Each shape grows trees from the logits of any source (`decode/sources.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fledge.types import Tree, TreeShape
 
 class Shape(Protocol):
     """`levels` are the most tokens of a path below the root, `nodes` the most nodes of a tree, the root included, and
-    `expanded` the most nodes below the root that are expanded. `ends_early`: whether it asks the device when to end."""
+    `expanded` the most expanded nodes below the root. `ends_early`: whether drafting asks the device when to end."""
 
     levels: int
     nodes: int
@@ -32,17 +32,17 @@ class Shape(Protocol):
 
     def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
         """Grows trees below the roots (target ids, int64 [B]) from the logits of `CandidateSource.begin`. Returns the
-        trees and, for `CandidateSource.end`, which expanded node each node was, int64 [B, N]."""
+        trees and, for `CandidateSource.end`, each node's index among the expanded nodes, int64 [B, N]."""
         ...
 
 
 class Chain(Shape):
-    """Chains of up to `depth` tokens, the likeliest by the source's logits or drawn as its sampling says. The draft's
-    probabilities are those of these logits, with the noise that coupled drafting adds.
+    """Chains of up to `depth` tokens, the likeliest by the source's logits or drawn as the source's sampling says. The
+    draft's probabilities are the softmax of the source's logits, with the noise of coupled drafting.
 
     With `confidence` above 0, a chain ends after the first token that brings the draft's probability of the chain below
-    it. That token is kept: whether a place is drafted then depends only on what stands before it, so verification
-    stays lossless. A sequential source then waits for the device at each step; otherwise nothing waits.
+    `confidence`. This last token is kept: verification stays lossless, because whether a position is drafted depends
+    only on earlier tokens. A sequential source then waits for the device at each step; otherwise nothing waits.
     """
 
     def __init__(self, depth: int, confidence: float = 0.0, device: torch.device | str = "cpu"):
@@ -50,7 +50,7 @@ class Chain(Shape):
         self.levels, self.nodes, self.expanded = depth, depth + 1, depth - 1
         self.ends_early = confidence > 0
         self.level_K = torch.arange(depth, device=device)
-        # node n was the n-th to be expanded, but for the last of each chain, which was not
+        # node n is the n-th expanded node; the last node of each chain is not expanded
         self.slot_N = torch.arange(-1, depth, device=device)
         self.whole_slot_N = self.slot_N.where(self.slot_N < depth - 1, -1)
 
@@ -88,8 +88,8 @@ class Chain(Shape):
     def _choose(
         self, logits_BSW: Tensor, source: CandidateSource, k: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The target ids of the tokens of S levels from level k on, int64 [B, S]; where they are drawn, their
-        distributions, float64 [B, S, W]; and where chains end early, the draft's probability of each, [B, S]."""
+        """The target ids of the tokens of S levels from level k on, int64 [B, S]; the distributions of drawn tokens,
+        float64 [B, S, W], else None; and where chains end early, the tokens' draft probabilities [B, S], else None."""
         sampling, q_BSW = source.sampling, None
         if sampling is not None and sampling.samples_draft:
             scores_BSW = sampling.settle(sampling.temper(logits_BSW.double()))
@@ -111,9 +111,9 @@ class DynamicTree(Shape):
     """EAGLE-2's dynamic trees (Li et al. 2024, arXiv:2406.16858, section 4).
 
     The root's `width` likeliest children are scored by the draft's log-probability. At each further level, up to
-    `depth` in all, the `width` nodes of the last level with the highest cumulative score are expanded, and as many
-    children of each are scored. The best `nodes` - 1 of all that were scored make the tree. `width` is at most the size
-    of the draft's vocabulary, which is taken where it is larger. Waits for nothing.
+    `depth` levels in all, the `width` nodes of the last level with the highest cumulative score are expanded, and
+    `width` children of each expanded node are scored. The best `nodes` - 1 of all scored nodes make the tree. A `width`
+    above the size of the draft's vocabulary is reduced to that size. Waits for nothing.
     """
 
     def __init__(self, depth: int, nodes: int, width: int, draft: Draft):
@@ -136,10 +136,10 @@ class DynamicTree(Shape):
 class _Level:
     """One level of a fixed tree, as indices on the device.
 
-    `parents`: the F nodes of the level above that have children; `above`: the places of their own parents among the
-    `before` nodes that were expanded together last; `seen_1FW`: which of the `expanded` nodes so far each sees, as
-    words of bits. `nodes`: this level's; `parent` and `rank`: the place of each one's parent among `parents`, and its
-    rank among its siblings, at most `ranks` - 1.
+    `parents`: the F nodes of the level above that have children. `above`: for each of `parents`, the place of its own
+    parent among the `before` nodes expanded in the last pass. `seen_1FW`: the nodes that each of `parents` sees, among
+    the `expanded` nodes so far, as words of bits. `nodes`: the nodes of this level. `parent`: for each of `nodes`, the
+    place of its parent among `parents`. `rank`: the rank of each of `nodes` among siblings, at most `ranks` - 1.
     """
 
     parents: Tensor
@@ -153,7 +153,7 @@ class _Level:
     ranks: int
 
     def front(self, token_BN: Tensor) -> Front:
-        """The expanded nodes of trees with these tokens."""
+        """The expanded nodes of trees with the tokens `token_BN`."""
         B, F = token_BN.shape[0], self.parents.numel()
         first_B1 = torch.arange(0, B * self.before, self.before, device=token_BN.device)[:, None]
         visible = VisibleBits(self.seen_1FW.expand(B, -1, -1), self.expanded)
@@ -168,7 +168,7 @@ def _levels(shape: TreeShape, device: torch.device) -> list[_Level]:
     made, before, expanded = [], [-1], []
     for level in levels[1:]:
         front = sorted({parents[n] for n in level})
-        expanded += front if made else []  # the root is not expanded: its logits are there
+        expanded += front if made else []  # the root is not expanded: the source has the root's logits already
         above, seen = [before.index(parents[n]) for n in front], [[m in paths[n] for m in expanded] for n in front]
         of = [front, above, level, [front.index(parents[n]) for n in level], [ranks[n] for n in level]]
         indices = (torch.tensor(x, device=device) for x in of)

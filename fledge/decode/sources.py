@@ -6,7 +6,7 @@ cache is rebuilt from the target's hidden states where tokens were accepted, whi
 cache keeps the keys and values of accepted tokens as drafting computed them, which costs fewer rows and drifts from
 training.
 
-All shapes are static, and nothing but `read` synchronizes the device, so that a round can be captured as a CUDA graph.
+All shapes are static, and only `read` synchronizes the device, so that a round can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from fledge.ops.trees import FreshRows, fresh_rows
 class Front:
     """The nodes of one level, F of each request's tree, that are expanded together.
 
-    `token_BF` are their target ids, int64. `above_BF` are their parents, as rows of the last pass, whose rows are
-    grouped by request (int64; None: node f's parent is node f). `visible` says which expanded nodes below the root each
-    one sees, this level's included, in the order of expansion (None: all of them, as in a chain).
+    `token_BF` are the nodes' target ids, int64. `above_BF` are the nodes' parents, as rows of the last pass, grouped by
+    request (int64; None: node f's parent is node f). `visible` are the expanded nodes below the root that each node
+    sees, this level's included, in the order of expansion (None: all of them, as in a chain).
     """
 
     token_BF: Tensor
@@ -53,7 +53,7 @@ class Front:
 class CandidateSource:
     """A draft and its cache for the requests that are decoded together. `sampling` are the requests' options, on the
     draft's device; None drafts greedily. Where requests sample, the logits have the target's noise (`coupled`), unless
-    drafted tokens are drawn on their own."""
+    drafted tokens are drawn independently of the target's draws."""
 
     sequential: bool  # whether each level costs a pass, so that stopping early saves time
 
@@ -67,8 +67,8 @@ class CandidateSource:
         self.count_N = torch.arange(0, device=draft.device)  # see `_counts`
 
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
-        """Adds the next slots of prompts to the sequences of a cache of `pool`: of each sequence the token after each
-        of R slots, and the target's hidden states [R, A, D]; R may be 0."""
+        """Adds the next R slots of each prompt to a cache of `pool`. For each sequence, `tokens` has the R tokens after
+        the slots, and `aux` the target's hidden states [R, A, D] at the slots. R differs by sequence and may be 0."""
         raise NotImplementedError
 
     def to_target(self, draft_id: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ class CandidateSource:
         return draft_id if self.draft.d2t is None else self.target_id_W[draft_id]
 
     def set_depth(self, depth: int) -> None:
-        """Sets the number of levels that are drafted in the next rounds."""
+        """Sets the number of levels to draft in the next rounds."""
 
     def rows(self, depth: int) -> int:
-        """The most slots behind the fresh ones that a pass for so many levels writes."""
+        """The maximum number of slots that a pass for `depth` levels writes after the slots of fresh tokens."""
         return depth
 
     def append(self, cache: KVCache) -> None:
-        """Adds the sequences of another cache of `pool` to those that are decoded."""
+        """Adds the sequences of another cache of `pool` to the decoded sequences."""
         self.cache.append(cache)
 
     def select(self, staying: Sequence[int]) -> None:
@@ -105,31 +105,31 @@ class CandidateSource:
         return other
 
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and the logits after them
-        and at all further levels whose logits depend on nothing else, [B, K, W] with K of at least 1."""
+        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and logits [B, K, W] of
+        the first K levels, at least 1: the level after the roots, and all levels known after the same pass."""
         raise NotImplementedError
 
     def expand(self, front: Front) -> Tensor:
-        """The logits after the nodes of the next level, [B, F, W], or [B, 1, W] where all nodes of a level share
-        theirs."""
+        """The logits after the nodes of the next level, [B, F, W], or [B, 1, W] where all nodes of a level have equal
+        logits."""
         raise NotImplementedError
 
     def rest_of_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
-        """The likeliest token of each of so many levels after the first, whose tokens are given: target ids, int64
-        [B, levels]. The tokens are the same as by `expand`, level by level. None if the source has no faster way."""
+        """The likeliest tokens of the `levels` levels after the first level, whose tokens are `token_B1`: target ids,
+        int64 [B, levels], the same as by `expand`, level by level. None if the source has no faster way."""
         return None
 
     def end(self, slot_BN: Tensor) -> None:
-        """Forgets what was drafted. `slot_BN` says of each node of the trees as which expanded node it was computed,
-        counted from 0 below the root; -1 for nodes that were not expanded."""
+        """Forgets the drafted nodes. `slot_BN` is the index of each tree node among the expanded nodes, counted from 0
+        below the root; -1 for nodes that were not expanded."""
         raise NotImplementedError
 
     def _fresh(self, state: RoundState, **more: int) -> FreshRows:
-        """The rows of the fresh tokens. `more` are those of `fresh_rows`."""
+        """The rows of the fresh tokens. `more` are keyword arguments of `fresh_rows`."""
         return fresh_rows(state.token_BR, state.count_B, self.cache.start_B, self.cache.length_B, **more)
 
     def _states(self, position_BS: Tensor) -> Tensor | None:
-        """The states of the target's draws of tokens at these positions, int64 [B, S]; None unless drafting is
+        """The random states of the target's draws of tokens at `position_BS`, int64 [B, S]; None unless drafting is
         coupled."""
         sampling = self.sampling
         return sampling.keys(position_BS, TOKEN) if sampling is not None and sampling.couples else None
@@ -139,21 +139,21 @@ class CandidateSource:
         return self._states(self.cache.length_B[:, None] + 1 + self._counts(levels))
 
     def _coupled(self, logits_BSW: Tensor, state_BS: Tensor | None) -> Tensor:
-        """The logits from which tokens are chosen, whose draws by the target have these states."""
+        """Logits with the noise of the target's draws, whose random states are `state_BS`; None adds no noise."""
         if state_BS is None:
             return logits_BSW
         ids_W = None if self.draft.d2t is None else self.target_id_W
         return coupled(logits_BSW, state_BS, self.sampling.temperature_B, ids_W)
 
     def _counts(self, n: int) -> Tensor:
-        """0 to n - 1, int64 [n]; made once, since each operation of a round costs the device a launch."""
+        """0 to n - 1, int64 [n]; cached, since each operation of a round costs the device a launch."""
         if self.count_N.numel() < n:
             self.count_N = torch.arange(n, device=self.count_N.device)
         return self.count_N[:n]
 
 
 class EagleSource(CandidateSource):
-    """A source whose slots read a token and a state, and are all computed alike (`DraftDecoder`)."""
+    """A source whose slots read a token and a state, all by the same computation (`DraftDecoder`)."""
 
     def __init__(self, draft: EagleDraft):
         super().__init__(draft)
@@ -179,8 +179,8 @@ class EagleSource(CandidateSource):
     def _run(
         self, rows: FreshRows, state_ME: Tensor, rotation: Rotation, asked_BS: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The last layer's output at S of the n rows of each request, [B S, E], from the rows' input states and their
-        rotation, and its norm, as `DraftDecoder.step`. A row sees those before it."""
+        """The last layer's output at S of the n rows of each request, [B S, E], and the norm of the output, as
+        `DraftDecoder.step`. `state_ME` are the rows' input states. Each row sees the rows before it."""
         (B, n), cache = rows.token_Bn.shape, self.cache
         asked_Q = asked_BS.flatten()
         if B > 1:
@@ -199,8 +199,8 @@ class StepSource(EagleSource):
     sequential = True
 
     def __init__(self, draft: EagleDraft, nodes: int, expanded: int, levels: int, stable: bool = True):
-        """`nodes` are the most nodes of a tree, `expanded` the most that are expanded below its root, and `levels` the
-        most levels below it."""
+        """The maxima of a tree: `nodes`, the number of nodes; `expanded`, the number of expanded nodes below the root;
+        `levels`, the number of levels below the root."""
         super().__init__(draft)
         self.expanded, self.levels, self.stable = expanded, levels, stable
         self.slot_BN = torch.empty(0, nodes, dtype=torch.int64, device=draft.device)  # of the last trees, see `end`
@@ -232,7 +232,7 @@ class StepSource(EagleSource):
         if not self.stable:
             state = self._keep_drafted(state)
         rows = self._fresh(state, levels=self.levels - 1, expanded=self.expanded)
-        rotation, self.rotation = self._rotations(rows)  # of the rows, and of the levels after them
+        rotation, self.rotation = self._rotations(rows)  # of the rows, and of the later levels
         out = self._run(rows, self._inputs(state), rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
         self.level = self.scratch = 0
@@ -240,17 +240,17 @@ class StepSource(EagleSource):
         return rows.root_B, self._logits(out, rows.root_B.numel())
 
     def _rotations(self, rows: FreshRows) -> tuple[Rotation, Rotation]:
-        """cos and sin at the positions of the rows, and at those of all levels after them, [levels B, rotated]."""
+        """cos and sin at the positions of the rows, and at the positions of all later levels, [levels B, rotated]."""
         at, (cos, sin) = rows.token_Bn.numel(), self.decoder.rotation(rows.position_M)
         return (cos[:at], sin[:at]), (cos[at:], sin[at:])
 
     def _keep_drafted(self, state: RoundState) -> RoundState:
-        """Keeps what drafting computed for the accepted nodes of the last trees. Returns the tokens without it: the
-        last one, and the one before it if its node was not expanded."""
+        """Keeps the cached keys and values of the accepted nodes of the last trees. Returns the state of the tokens
+        without cached keys and values: the last token, and also the token before if its node was not expanded."""
         path_BK, last_B1 = state.path_BR[:, 1:], state.count_B[:, None] - 1
         slot_BK = self.slot_BN.gather(1, path_BK) if path_BK.shape[1] else path_BK
         place_K = self._counts(path_BK.shape[1])
-        kept_B = ((slot_BK >= 0) & (place_K < last_B1)).sum(1)  # a node that was not expanded ends its path
+        kept_B = ((slot_BK >= 0) & (place_K < last_B1)).sum(1)  # a node that was not expanded has no child
         if path_BK.shape[1]:
             self.cache.keep(torch.where(place_K < kept_B[:, None], slot_BK, place_K), kept_B)
         R = min(2, state.token_BR.shape[1])
@@ -316,8 +316,8 @@ class OnePass(CandidateSource):
 
 
 class MaskedSource(OnePass, EagleSource):
-    """Behind the fresh slots go depth - 1 more, which read a mask token and a learned state in place of what is not
-    known yet (P-EAGLE, Hui et al. 2026, arXiv:2602.01469)."""
+    """After the fresh slots, depth - 1 masked slots read a mask token and a learned state in place of unknown tokens and
+    states (P-EAGLE, Hui et al. 2026, arXiv:2602.01469)."""
 
     draft: ParallelDraft
 
@@ -326,7 +326,7 @@ class MaskedSource(OnePass, EagleSource):
         K, draft = self.depth, self.draft
         rows = self._fresh(state, masked=K - 1, mask_token=draft.config.mask_token_id)
         aux_MAD = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
-        if K > 1:  # one product for the states of the fresh tokens and, behind them, the mask's
+        if K > 1:  # one product for the states of the fresh tokens and the mask's states after them
             aux_MAD = torch.cat([aux_MAD, draft.mask_states])
         rotation = self.decoder.rotation(rows.position_M)
         out = self._run(rows, self.decoder.fuse(aux_MAD), rotation, rows.asked_BS)
@@ -336,7 +336,8 @@ class MaskedSource(OnePass, EagleSource):
 
 
 class BlockSource(OnePass):
-    """A block of rows behind the context that the accepted tokens left (`BlockDraft`). Nothing of a block is kept."""
+    """A block of rows after the context of the accepted tokens (`BlockDraft`). The keys and values of a block are not
+    kept."""
 
     draft: BlockDraft
 

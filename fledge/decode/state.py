@@ -1,4 +1,4 @@
-"""What one round of decoding leaves to the next, as tensors on the target's device."""
+"""The state that a round of decoding passes to the next round, as tensors on the target's device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fledge.types import Verdict
 class RoundState:
     """The tokens that each of B requests committed last, which the draft has not read.
 
-    Of R rows, the first `count_B[b]` (int64, at least 1) are valid. `token_BR` are the tokens, int64, of which the last
-    valid one is the next tree's root. `aux_BRAD` are the target's hidden states at the token before each, and `path_BR`
-    (int64) the nodes of the last tree along which they were committed, the root first. `length_B` (int64) are the
-    numbers of all committed tokens without the root.
+    Of R rows, the first `count_B[b]` (int64, at least 1) are valid. `token_BR` are the tokens, int64; the last valid
+    token is the next tree's root. `aux_BRAD` are the target's hidden states at the token before each token. `path_BR`
+    (int64) are the accepted nodes of the last tree, the root first. `length_B` (int64) are the numbers of all committed
+    tokens without the root.
     """
 
     token_BR: Tensor
@@ -34,8 +34,8 @@ class RoundState:
         return cls(token_B1, aux_BAD[:, None], one_B, torch.zeros_like(token_B1), length_B)
 
     def after(self, verdict: Verdict, aux_BNAD: Tensor, chains: bool) -> RoundState:
-        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes. `chains` tells that
-        all trees are chains, whose accepted nodes are their first ones, so that nothing need be gathered."""
+        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes. `chains`: whether all
+        trees are chains; the accepted nodes are then the first nodes, and nothing need be gathered."""
         aux_BRAD = aux_BNAD
         if not chains:
             aux_BRAD = aux_BNAD.gather(1, verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:]))
@@ -52,7 +52,7 @@ class RoundState:
         return replace(self._map(lambda x: x.new_zeros(size, *x.shape[1:])), count_B=self.count_B.new_ones(size))
 
     def rows(self, n: int) -> RoundState:
-        """The same with R = n rows: without further ones, or with zeros."""
+        """The same state with R = n rows: cut, or padded with zeros."""
         if n == self.token_BR.shape[1]:
             return self
         return self._map(lambda x: _resized(x, n) if x.dim() > 1 else x)
@@ -62,7 +62,7 @@ class RoundState:
         return self._map(lambda x: x[index_B])
 
     def to(self, device: torch.device) -> RoundState:
-        """On another device. Waits for a copy to the CPU, and for no other."""
+        """The state on another device. Only a copy to the CPU is waited for."""
         return self._map(lambda x: x.to(device, non_blocking=device.type != "cpu"))
 
     @staticmethod

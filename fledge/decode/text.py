@@ -1,9 +1,9 @@
 """Incremental detokenization: hands out complete characters only, and no text that may still become a stop string.
 
-The text is a function of the tokens alone, however they come in groups and whenever it is read. Tokens are decoded when
-the text is asked for, or at once if there are stop strings. By definition (Hugging Face's text-generation-inference,
-`decode_token`) one token after the other is decoded in the context of those before it. Where that must give the same
-text, all tokens that wait are decoded in one call.
+The text is a function of the tokens alone: how tokens are grouped and when the text is read has no effect. Tokens are
+decoded when the text is asked for, or at once if there are stop strings. The definition (Hugging Face's
+text-generation-inference, `decode_token`) decodes token by token, each in the context of earlier tokens. Where a
+single call must give the same text, the call decodes all waiting tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character, or not yet, are decoded to
-CHARACTER = 4  # the most bytes of a character, of which an incomplete one is up to three REPLACEMENTs
-# decoders of the tokenizers library that give each token the same text in every context, but for incomplete characters
-# and for the first token
+REPLACEMENT = "\ufffd"  # the text of bytes that are not a character, or not a complete one yet
+CHARACTER = 4  # the most bytes of a character; an incomplete character is up to three REPLACEMENTs
+# decoders of the tokenizers library that give each token the same text in every context, except for incomplete
+# characters and for the first token
 JOINING = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse"}
 BYTES = [form.format(byte) for byte in range(256) for form in ("<0x{:02X}>", "<0x{:02x}>")]  # ByteFallback's tokens
 
@@ -33,8 +33,8 @@ class TextStream:
         self.given = 0  # number of characters handed out
         self.stopped = False
         self._decode_ids, self._joins, self._bytes = _decoding(tokenizer, self.stop)
-        self._start = self._end = 0  # tokens[start:end] are decoded already, and again as context of later ones
-        self._read = 0  # tokens before this one were decoded; those from `_end` on have given no text yet
+        self._start = self._end = 0  # tokens[start:end] have given text, and are decoded again as context
+        self._read = 0  # tokens[:read] were decoded; tokens[end:read] have given no text yet
 
     def copy(self) -> TextStream:
         """An independent copy."""
@@ -43,13 +43,13 @@ class TextStream:
         return other
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Adds tokens. Sets `stopped` at a stop string, and leaves out what follows the token that completes it."""
+        """Adds tokens. At a stop string, sets `stopped` and drops the tokens that follow the end of the string."""
         self.tokens += tokens
         if self.stop:
             self._read_to(len(self.tokens))
 
     def take(self) -> str:
-        """The text that is certain by now and was not handed out."""
+        """The final text that was not handed out before; later tokens cannot change the text."""
         self._read_to(len(self.tokens))
         return self._hand_out(len(self.text) - self._held_back())
 
@@ -71,8 +71,8 @@ class TextStream:
                 ends.append(part)
 
     def _decode_to(self, end: int) -> int:
-        """Decodes the tokens before `end` in one call, and returns `end`. If there are several, and their text might
-        depend on how they are grouped, or has a stop string, changes nothing and returns an end to try before."""
+        """Decodes the tokens before `end` in one call, and returns `end`. Changes nothing, and returns an earlier end
+        to try first, if several tokens have text that might depend on the grouping, or that has a stop string."""
         several, half = end - self._read > 1, (self._read + end) // 2
         if several and not (self._joins and self._bytes.isdisjoint(self.tokens[self._end : end])):
             return half
@@ -99,7 +99,7 @@ class TextStream:
             del self.tokens[self._read :]
 
     def _stops(self, new: str) -> list[int]:
-        """Where stop strings begin that are complete with further text."""
+        """The places in the text where stop strings begin that the further text `new` completes."""
         first = max(0, len(self.text) + 1 - max((len(s) for s in self.stop), default=1))
         found = ((self.text[first:] + new).find(s) for s in self.stop)
         return [first + at for at in found if at >= 0]
@@ -118,10 +118,10 @@ class TextStream:
 
 
 def _decoding(tokenizer: Any, stop: Sequence[str] = ()) -> tuple[Callable[[list[int]], str], bool, frozenset[int]]:
-    """A tokenizer's decoding without special tokens, except those within a stop string, whether texts of tokens without
-    REPLACEMENT can be joined, and the tokens for which they cannot: single bytes. ByteFallback decodes a run of bytes
-    as a whole: if one byte is part of no character, all bytes of the run become REPLACEMENT, also those that were a
-    character before the byte came."""
+    """Returns (1) a tokenizer's decoding function, which skips special tokens except within a stop string, (2) whether
+    token texts without REPLACEMENT can be joined, and (3) the tokens whose texts cannot be joined: single bytes.
+    ByteFallback decodes a run of bytes as a whole: if one byte is part of no character, all bytes of the run become
+    REPLACEMENT, also bytes that were a character before."""
     known = getattr(tokenizer, "added_tokens_decoder", {}) if stop else {}
     special = {i: token.content for i, token in known.items() if token.special}
     if any(text in string for text in special.values() for string in stop):
@@ -145,14 +145,14 @@ def _decoding(tokenizer: Any, stop: Sequence[str] = ()) -> tuple[Callable[[list[
 
 
 def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether transformers removes spaces before punctuation. Newer versions don't with BPE, whatever is asked for."""
+    """Whether transformers removes spaces before punctuation. Newer versions never do with BPE."""
     forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
     bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     return tokenizer.clean_up_tokenization_spaces and (forced or not bpe)
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """The steps of a decoder of the tokenizers library; none of its default, which joins tokens with spaces."""
+    """The steps of a decoder of the tokenizers library; [] for None, the default, which joins tokens with spaces."""
     if decoder is None:
         return []
     state: dict[str, Any] = json.loads(decoder.__getstate__())
@@ -160,9 +160,9 @@ def _steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _joins(steps: Sequence[dict[str, Any]]) -> bool:
-    """Whether a decoder with these steps joins its tokens' texts; it may change the first token's start."""
+    """Whether a decoder with `steps` joins the texts of tokens. The decoder may change the first token's start."""
     kinds = [step["type"] for step in steps]
-    if "Fuse" in kinds:  # what follows sees the whole text
+    if "Fuse" in kinds:  # later steps see the whole text
         after = steps[kinds.index("Fuse") + 1 :]
         if any(step["type"] != "Strip" or step["stop"] for step in after):
             return False

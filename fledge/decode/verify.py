@@ -31,8 +31,8 @@ IsLast = Callable[[int], bool]  # called with a request's tokens in order: wheth
 
 @dataclass(frozen=True)
 class Processing:
-    """How a request's logits are processed by transformers LogitsProcessor objects: these are called with the `prefix`,
-    the root's token included, and not after the answer's last token."""
+    """How a request's logits are processed by transformers LogitsProcessor objects. The processors are called with the
+    `prefix`, the root's token included, and not after the answer's last token."""
 
     processors: Sequence[Any]
     prefix: Sequence[int]
@@ -66,7 +66,7 @@ def verify(
 def verify_by_match(
     tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, seen_BV: Tensor | None = None
 ) -> Verdict:
-    """Commits the target's own tokens: those that each request's tree contains, and the first that it does not.
+    """Commits the target's own tokens, up to and including the first token that the request's tree does not contain.
 
     The arguments are as in `verify`. Greedy decoding without penalties costs one argmax over the logits.
     """
@@ -100,7 +100,7 @@ def choose(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSamp
     if not sampling.samples:
         return argmax_rows(scores_BNV)
     state_BN = sampling.keys(_positions(length_B, tree.levels + 1), TOKEN)
-    if tree.parent_BN is not None:  # tokens after the nodes of one level have one position
+    if tree.parent_BN is not None:  # the nodes of a level share a position
         state_BN = state_BN.gather(1, tree.depths())
     return gumbel_argmax(sampling.settle(scores_BNV), state_BN)
 
