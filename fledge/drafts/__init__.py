@@ -1,1 +1,1 @@
-"""The draft model, its key-value cache, its initialization and its checkpoint files."""
+"""Draft models: networks, key-value cache, initialization and checkpoint files."""

@@ -174,7 +174,7 @@ NOTHING = Joined(None, None, None, None, False)
 
 
 def _seen(rows: CacheRows, M: int, asked_Q: Tensor | None) -> tuple[Visible | VisibleChain, Tensor | None]:
-    """What the queries see, and their positions."""
+    """The visibility of the queries, and the queries' positions."""
     if isinstance(rows, PromptRows):  # as the chain of one sequence
         asked_Q = torch.arange(M) if asked_Q is None else asked_Q
         return VisibleChain(asked_Q[None], M), rows.position_M[asked_Q]
@@ -185,9 +185,9 @@ def _seen(rows: CacheRows, M: int, asked_Q: Tensor | None) -> tuple[Visible | Vi
 def layers_of(
     layers: Sequence[LayerWeights], shape: LayerShape, final_norm_E: Tensor | None, others: Sequence[Tensor] = ()
 ) -> CompiledLayers | None:
-    """The compiled layers of these weights, and the final norm if its gain is given. None where a
-    weight has no `CompiledWeight` as its copy, for experts, for heads and MLPs that do not fill whole vectors, and if a
-    vector, or one of the `others` that are read, is not in float32."""
+    """The compiled layers of `layers`, with the final norm if its gain is given. Returns None if a weight has no
+    `CompiledWeight` as its copy, for experts, for heads and MLPs that do not fill whole vectors, and if a vector, or
+    one of the read tensors `others`, is not in float32."""
     fits = shape.head_dim % LANES == 0 and all(map(_plain, [final_norm_E, *others]))
     for w in layers:
         copied = all(isinstance(getattr(m, "packed_copy", None), CompiledWeight) for m in w.matrices())

@@ -17,7 +17,7 @@ from fledge.ops.experts import experts, route
 from fledge.ops.layer import rope_to_cache
 from fledge.ops.products import linear_add, linear_add_norm, norm_linear, norm_swiglu, plain_linear
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin, each [n, rotated]: of M rows, or of M / n consecutive ones each
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each [n, rotated]; entry i is for M / n consecutive rows of M
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of X experts, of which each row goes through `chosen` (see `ops.experts`). `router` is [X, E],
-    `gate_up` [X, 2 F, E], `down` [X, E, F]. `shared_gate` [1, E] is that of the shared expert; None without."""
+    """The weights of X experts; each row goes through `chosen` experts (see `ops.experts`). `router` is [X, E],
+    `gate_up` [X, 2 F, E], `down` [X, E, F]. `shared_gate` [1, E] is the gate of the shared expert; None without."""
 
     router: Tensor
     gate_up: Tensor
@@ -47,8 +47,8 @@ class ExpertWeights:
 @dataclass(frozen=True)
 class LayerWeights:
     """The weights of one decoder layer. `qkv` is [(H + 2 G) d, I], `gate_up` [2 F, E]. Biases are None where the model
-    has none, and so is `input_norm` where the input has no norm. `q_norm` and `k_norm` [d] are Qwen3's. `window` is the
-    layer's sliding window in tokens; None without. In a layer with `experts`, `gate_up` and `down` are those of the
+    has no bias, and `input_norm` is None where the input has no norm. `q_norm` and `k_norm` [d] are Qwen3's. `window`
+    is the layer's sliding window in tokens; None without. In a layer with `experts`, `gate_up` and `down` belong to the
     expert that all rows share (Qwen2-MoE); None without."""
 
     shape: LayerShape
@@ -68,26 +68,26 @@ class LayerWeights:
     experts: ExpertWeights | None = None
 
     def matrices(self) -> list[Tensor]:
-        """The weights of the layer's products, but those of experts."""
+        """The weights of the layer's products, without the weights of experts."""
         return [m for m in (self.qkv, self.out, self.gate_up, self.down) if m is not None]
 
     def with_matrices(self, matrices: Iterator[Tensor]) -> LayerWeights:
-        """The same with the next of these weights instead of `matrices`."""
+        """The same weights, with the next items of the iterator in place of `self.matrices()`."""
         names = ("qkv", "out", "gate_up", "down")
         return replace(self, **{name: next(matrices) for name in names if getattr(self, name) is not None})
 
     def without_queries(self) -> LayerWeights:
-        """The same with a projection to keys and values only."""
+        """The same weights, with a projection to keys and values only."""
         queries = self.shape.heads * self.shape.head_dim
         bias = None if self.qkv_bias is None else self.qkv_bias[queries:]
         return replace(self, shape=replace(self.shape, heads=0), qkv=self.qkv[queries:], qkv_bias=bias)
 
 
 def layer_weights(layer: nn.Module, shape: LayerShape, window: int | None = None) -> LayerWeights:
-    """The weights of a decoder layer whose modules have Llama's names: a draft's, or one of transformers.
+    """The weights of a decoder layer, of a draft or of transformers, whose modules have Llama's names.
 
-    Projections that read the same input are joined into one matrix, and the layer's parameters become views of it, so
-    that there is one copy: the layer still computes and can be trained, and the joined matrix follows its parameters.
+    Projections that read the same input are joined into one matrix. The layer's parameters become views of the joined
+    matrix, which avoids a second copy: the layer can still be run and trained, and the matrix follows the parameters.
     """
     attention, mlp = layer.self_attn, layer.mlp
     experts = _expert_weights(mlp) if hasattr(mlp, "experts") else None
@@ -130,7 +130,7 @@ def _expert_weights(mlp: nn.Module) -> ExpertWeights:
 
 
 def _fused(module: nn.Module, fused: str, parts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-    """The weight and bias of a fused projection, made of its parts if the model has them apart."""
+    """The weight and bias of a fused projection, joined from `parts` if the model has separate projections."""
     if hasattr(module, fused):
         return getattr(module, fused).weight, getattr(module, fused).bias
     projections = [getattr(module, name) for name in parts]
@@ -138,8 +138,8 @@ def _fused(module: nn.Module, fused: str, parts: Sequence[str]) -> tuple[Tensor,
 
 
 def _joined(modules: Sequence[nn.Module], name: str) -> Tensor:
-    """The concatenation of the modules' parameters of this name along the first axis, of which they become views; the
-    one that they are views of if there is one already."""
+    """The modules' parameters called `name`, fused along the first axis. The parameters become views of the fused
+    tensor. If the parameters are already views of a fused tensor, returns that tensor."""
     parts: list[nn.Parameter] = [getattr(module, name) for module in modules]
     first, end = parts[0], parts[0].storage_offset()
     for p in parts:
@@ -152,7 +152,7 @@ def _joined(modules: Sequence[nn.Module], name: str) -> Tensor:
         return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
     whole = torch.cat([p.detach() for p in parts])
     for module, p, view in zip(modules, parts, whole.split([p.shape[0] for p in parts]), strict=True):
-        if p.is_inference():  # torch cannot make views of such a parameter after its data were set
+        if p.is_inference():  # torch cannot make views of an inference parameter after its data were set
             setattr(module, name, nn.Parameter(view, requires_grad=p.requires_grad))
         else:
             p.data = view
@@ -170,8 +170,8 @@ def queries(
 
 
 class CachedRows:
-    """The attention of M rows that are added to a cache. The queries of `rows` are all M rows, or those at the indices
-    `asked_Q` (int64)."""
+    """The attention of M rows that are added to a cache. The queries of `rows` are the M rows, or only the rows at the
+    indices `asked_Q` (int64)."""
 
     def __init__(self, rows: CacheRows, asked_Q: Tensor | None = None):
         self.rows, self.asked_Q = rows, asked_Q
@@ -194,9 +194,9 @@ class CachedRows:
 def layer_output(
     attended_MO: Tensor, residual_ME: Tensor, weights: LayerWeights, next_norm_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The layer's output [M, E]: the output projection of the heads [M, H d] and the MLP, each with its residual. Also
-    returns its norm with the gain `next_norm_E`, for the next layer's product, where it is faster computed here
-    (`linear_add_norm`)."""
+    """The layer's output [M, E]: the output projection of the heads [M, H d] and the MLP, each with a residual. Also
+    returns the norm of the output with the gain `next_norm_E`, for the next layer's product, where computing the norm
+    here is faster (`linear_add_norm`); else None."""
     w, eps = weights, weights.shape.eps
     if w.experts is not None:
         return _expert_output(linear_add(attended_MO, w.out, residual_ME, w.out_bias), w, w.experts), None
@@ -208,7 +208,7 @@ def layer_output(
 
 
 def _expert_output(x_ME: Tensor, w: LayerWeights, e: ExpertWeights) -> Tensor:
-    """x plus its experts' outputs, and that of the shared expert times the sigmoid of its gate."""
+    """The rows x plus the outputs of their experts, plus the shared expert's output times the sigmoid of its gate."""
     norm, residual_ME = (x_ME, w.post_norm, w.shape.eps), x_ME
     if e.shared_gate is not None:
         shared_ME = plain_linear(norm_swiglu(*norm, w.gate_up), w.down)

@@ -1,4 +1,4 @@
-"""What the draft models of all methods have: a vocabulary, the target's embedding or their own, a head, RoPE."""
+"""The common base of all draft models: a vocabulary, the target's or a separate embedding, a head, RoPE."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fledge.types import Features
 class Draft(nn.Module):
     """A draft model: from the target's hidden states at token t and from token t + 1, it predicts token t + 2 and more.
 
-    A subclass is the network of a method (`fledge.drafts.registry`): its modules, made by `build`, and its computation,
-    which training and decoding both call. Parameters have the names of the method's checkpoint format. The embedding is
-    the target's, shared and frozen, unless `config.own_embeddings`.
+    A subclass is the network of a method (`fledge.drafts.registry`): `build` makes the modules, and training and
+    decoding call the same forward computation. Parameters have the names of the method's checkpoint format. The
+    embedding is the target's, shared and frozen, unless `config.own_embeddings`.
     """
 
     def __init__(self, config: DraftConfig):
@@ -36,11 +36,11 @@ class Draft(nn.Module):
         else:
             self.d2t = None
         self._shared: dict[str, Tensor] = {}  # the target's weights; not parameters of the draft
-        self._shared_at: list[Any] = []  # where they were, and where the draft was
+        self._shared_at: list[Any] = []  # addresses, versions, devices and dtypes when `_shared` was made
         self._shared_from: list[weakref.ref[Tensor]] = []  # the target's own tensors
 
     def build(self, config: DraftConfig) -> None:
-        """Makes the network's modules and parameters. One without a `lm_head` uses the target's head."""
+        """Makes the network's modules and parameters. A network without a `lm_head` uses the target's head."""
         raise NotImplementedError
 
     def initialize(self, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:
@@ -58,7 +58,7 @@ class Draft(nn.Module):
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
-        """The tensors of a weights file by their names in a state dict, without those that are not the draft's."""
+        """The tensors of a weights file by their names in a state dict, without tensors that a draft does not have."""
         return {name: x for name, x in tensors.items() if name != "t2d"}
 
     @property
@@ -94,20 +94,20 @@ class Draft(nn.Module):
         return draft_id if self.d2t is None else draft_id + self.d2t[draft_id]
 
     def share_target_weights(self, embedding_VE: Tensor, head_VE: Tensor | None = None) -> None:
-        """Sets the target's embedding (used unless the draft has its own) and head (used by drafts without a head of
-        their own). They are copied only if their device or dtype differs from the draft's, and not again while nothing
-        is moved or changed."""
+        """Sets the target's embedding, used unless the draft has an embedding, and head, used by drafts without a head.
+        The weights are copied only if their device or dtype differs from the draft's, and not again while no weight is
+        moved or changed."""
         used = {"embedding": embedding_VE} if self.embed_tokens is None else {}
         used |= {"head": head_VE} if self.family.borrows_head else {}
         places = [(x.data_ptr(), version(x), x.device, x.dtype, self.device, self.dtype) for x in used.values()]
-        # an address alone may be that of a target's weights that are gone
+        # an address alone may be the address of freed weights of another target
         if places == self._shared_at and [id(ref()) for ref in self._shared_from] == [id(x) for x in used.values()]:
             return
         self._shared = {name: x.detach().to(self.device, self.dtype) for name, x in used.items()}
         self._shared_at, self._shared_from = places, [weakref.ref(x) for x in used.values()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without references that cannot be pickled."""
+        """The state without weak references, which cannot be pickled."""
         return self.__dict__ | {"_shared_at": [], "_shared_from": []}
 
     def embed(self, token_S: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A draft's forward pass in decoding, in the same fused operations as a native target's (`drafts/decode_layer.py`).
 
-`Draft.forward` is its definition, and what training runs: both have the same values up to rounding.
+`Draft.forward`, which training runs, is the definition: both compute the same values up to rounding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fledge.ops.rope import cos_sin
 
 
 class DraftDecoder:
-    """The forward pass of a draft with a key-value cache. All its functions are without gradients.
+    """The forward pass of a draft with a key-value cache, without gradients.
 
-    It has the draft's own parameters: those of the projections become views of joined matrices (`layer_weights`), so
-    that the draft can still be trained. On a CPU, products may read copies of them (`ops/packed_weight.py`), so
-    that a draft whose parameters have changed needs a new decoder there. So does one that was moved to another device
-    or dtype.
+    The decoder uses the draft's own parameters: the parameters of projections become views of joined matrices
+    (`layer_weights`), and the draft can still be trained. On a CPU, products may read copies of the parameters
+    (`ops/packed_weight.py`), and a draft whose parameters have changed then needs a new decoder. A draft that was moved
+    to another device or dtype needs a new decoder too.
     """
 
     def __init__(self, draft: Draft):
@@ -92,9 +92,9 @@ class DraftDecoder:
         self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
         asked: CachedRows | None = None, row_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """One draft step of M rows, as `Draft.step`. Of the last layer, the output [Q, E] of the queries of `asked`
-        (None: of all rows); the other layers compute all rows. With `row_M` (int64), row m has the state `row_M[m]`, of
-        any number of states. Also returns the norm of the output where it was computed on the way, for `predict`."""
+        """One draft step of M rows, as `Draft.step`. Returns the last layer's output [Q, E] at the queries of `asked`
+        (None: at all rows); earlier layers compute all rows. With `row_M` (int64), row m has the state `row_M[m]`, of
+        any number of states. Also returns the norm of the output if computed on the way, for `predict`; else None."""
         last, normed_ME = len(self.layers) - 1, None
         queries = asked or attend
         if self.compiled and (not last or queries is attend) and self.compiled.takes(queries.rows, token_M.numel()):
@@ -129,10 +129,10 @@ class DraftDecoder:
         self, token_B: Tensor, state_BE: Tensor, rotation: Rotation, cache: KVCache, slot_KB: Tensor,
         noise: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """The next K tokens of a chain of each sequence, target ids, int64 [B, K]: what K times `step`, `predict` and
-        the likeliest token give, in one call; with `noise`, the states [K, B] and temperatures [B] of `coupled`, the
-        likeliest with that noise. `rotation` [K B, rotated] and the slots are those of all steps. None where it cannot
-        be computed so."""
+        """The next K tokens of a chain of each sequence, target ids, int64 [B, K], in one call: the same tokens as by K
+        times `step`, `predict` and argmax. `noise` are the states [K, B] and temperatures [B] of `coupled`; None adds
+        no noise. `rotation` [K B, rotated] and `slot_KB` are for all steps. Returns None where one call cannot compute
+        the tokens."""
         head = getattr(self.head, "packed_copy", None)
         if self.compiled is None or self.compiled.final_norm_E is None or self.draft.family.fuses_embedding:
             return None
@@ -160,8 +160,8 @@ class DraftDecoder:
         self, layer: int, w: LayerWeights, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None = None,
         normed_ME: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """A layer's fused projections [M, O] and its residual [M, E]. The first layer reads the tokens too, and chooses
-        its states by `row_M`; for the others, `normed_ME` is as in `norm_linear`."""
+        """A layer's fused projections [M, O] and residual [M, E]. The first layer also reads the tokens, and chooses
+        states by `row_M`; for later layers, `normed_ME` is as in `norm_linear`."""
         if layer:
             eps = w.shape.eps
             return norm_linear(state_ME, w.input_norm, eps, w.qkv, w.qkv_bias, normed_ME=normed_ME), state_ME
@@ -169,7 +169,7 @@ class DraftDecoder:
         return plain_linear(x_MI, w.qkv, w.qkv_bias), residual_ME
 
     def _first_input(self, token_M: Tensor, state_ME: Tensor, row_M: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the projections of the first layer read, [M, I], and its residual [M, E]."""
+        """The input of the first layer's projections, [M, I], and the layer's residual [M, E]."""
         draft, w, E = self.draft, self.layers[0], state_ME.shape[1]
         if draft.family.fuses_embedding:
             joined_M2E, _ = join_embedding(token_M, state_ME, self.embedding, row_M=row_M)

@@ -66,8 +66,8 @@ class EagleDraft(Draft):
 
     @torch.no_grad()
     def initialize(self, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:
-        """Initializes the draft from its target's weights as far as their shapes agree; see `Draft.initialize`. Draft
-        weights without a counterpart of the same shape are normal(0, 0.02), and norms 1.
+        """Initializes the draft from the target's weights as far as shapes agree; see `Draft.initialize`. Draft weights
+        without a counterpart of the same shape are normal(0, 0.02), and norms 1.
 
         The head gets the rows of the target's head for the draft's vocabulary. `fc` is the identity on the last
         captured layer, so that the draft's residual stream starts as the target's. Attention (on the state half of its
@@ -126,8 +126,8 @@ class EagleDraft(Draft):
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat, compute)
 
     def mask_inputs(self, compute: Compute = EAGER) -> tuple[Tensor, Tensor] | None:
-        """The token, int64 [1], and state [1, E] that steps from 1 on read in place of what the step before them gives;
-        None if they read the latter."""
+        """The token, int64 [1], and state [1, E] that steps from 1 on read in place of the previous step's results.
+        None if steps read the previous step's results."""
         return None
 
     def step(
@@ -167,14 +167,14 @@ class EagleDraft(Draft):
     def _layer_input(
         self, token_T: Tensor | EmbeddingRows, state_TE: Tensor, compute: Compute
     ) -> tuple[Tensor | EmbeddingRows | None, Tensor]:
-        """The first layer's embedding, None without one, and its state."""
+        """The first layer's embedding (None without one), and the layer's state."""
         if isinstance(token_T, EmbeddingRows):
             return token_T, state_TE
         return self.embed(token_T), state_TE
 
     def shared_embedding(self, token_N: Tensor, compute: Compute) -> SharedEmbedding | None:
-        """The embeddings of N tokens that several steps read, so that the first layer projects them once. None if this
-        is not supported: for eager layers, and for projections with biases."""
+        """The embeddings of N tokens for several steps; the first layer then projects each embedding only once. None if
+        unsupported: for eager layers, and for projections with biases."""
         if not compute.uses_triton or self.config.attention_bias:
             return None
         return SharedEmbedding(self.embed(token_N))

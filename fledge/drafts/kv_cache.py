@@ -26,18 +26,18 @@ MIN_SLOTS = 256  # slots of a new pool
 class SlotPool:
     """The keys and values of P token slots in all layers, `buffer` [layers, 2, G, P, d].
 
-    `layers` are views of it: the keys and the values of each layer, [G, P, d].
+    `layers` are views of `buffer`: the keys and the values of each layer, [G, P, d].
 
-    A sequence gets a contiguous segment of slots for its whole life: its keys are a view, and requests come and go
-    without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove NaN or
-    infinite values. The pool grows when segments do not fit; its buffer is then another tensor. Its memory is freed
-    with its last segment. After `make_room`, segments are of one size where that fits, so that what a short request
-    leaves free also fits a long one.
+    A sequence gets a contiguous segment of slots for its whole life: the sequence's keys are a view, and requests come
+    and go without copies. Slots hold zeros or old values, never uninitialized memory, because a mask does not remove
+    NaN or infinite values. A pool where segments do not fit grows, and gets a new buffer. The buffer is freed with the
+    last segment. After `make_room`, segments have a common minimum size where possible, so that the segment of a
+    finished short request also fits a long request.
 
-    An exception at any moment, as of Ctrl-C, loses slots at most: it never leaves some free that are in use, or that
-    the buffer does not have.
+    An exception at any moment, for example by Ctrl-C, can at most lose slots: no slot is marked free while in use or
+    outside the buffer.
 
-    `counters` are those of `tree_attention` for the sequences of the pool, whose passes come one after the other.
+    `counters` are the counters of `tree_attention`, shared by the passes of the pool, which never run at the same time.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype):
@@ -64,20 +64,20 @@ class SlotPool:
             self._free = free
 
     def make_room(self, segments: int, size: int) -> None:
-        """Grows the pool, which has a segment, so that it need not grow while there are at most so many beside those of
-        now, each of at most `size` slots, in whatever order they come and go."""
+        """Grows a pool, which must have a segment, to hold `segments` more segments of at most `size` slots each, in
+        whatever order segments come and go, without growing again."""
         assert self.slots, "the memory would be freed with the last segment"
         self._least = max(self._least, size)
         for first, given in self._allocate([self._least] * segments):
             self.release(first, given)
 
     def allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """A segment (first slot, size) of each size or more, which is free no longer. The pool grows if they do not
-        fit."""
+        """Takes a segment (first slot, size) of at least each of `sizes` from the free slots. The pool grows if the
+        segments do not fit."""
         return self._fit([max(size, self._least) for size in sizes]) or self._allocate(sizes)
 
     def _allocate(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Segments of exactly these sizes. The pool grows if they do not fit."""
+        """Takes segments of exactly `sizes` slots. The pool grows if the segments do not fit."""
         if (segments := self._fit(sizes)) is None:
             # by a quarter at least, since growing copies all slots, and graphs are captured again
             self.reserve(max(self.slots + max(sum(sizes), self.slots // 4), MIN_SLOTS))
@@ -85,7 +85,7 @@ class SlotPool:
         return segments
 
     def _fit(self, sizes: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Segments of these sizes in the free slots, which are free no longer; None if they do not fit."""
+        """Takes segments of `sizes` slots from the free slots; None if the segments do not fit."""
         free, segments = list(self._free), []
         for size in sizes:
             at = next((i for i, (first, end) in enumerate(free) if end - first >= size), None)
@@ -108,7 +108,7 @@ class SlotPool:
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """[first, end) ranges in ascending order, adjacent ones joined, without empty ones."""
+    """[first, end) ranges in ascending order, with adjacent ranges joined and empty ranges left out."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted(r for r in ranges if r[0] < r[1]):
         if merged and merged[-1][1] == first:
@@ -120,8 +120,8 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 class KVCache:
     """The cache of B sequences, each a segment of a pool.
 
-    Sequence b has the slots from `start_B[b]` on, of which the first `length_B[b]` hold committed tokens (both int64 on
-    the device). The slots after them, up to the segment's size, are for the rows of the next passes.
+    Sequence b has the slots from `start_B[b]` on; the first `length_B[b]` slots hold committed tokens (both int64 on
+    the device). The remaining slots of the segment are for the rows of the next passes.
     """
 
     def __init__(self, pool: SlotPool, sizes: Sequence[int] = ()):
@@ -134,7 +134,7 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of committed tokens of each sequence. Synchronizes the device unless the host knows them."""
+        """The number of committed tokens of each sequence. Synchronizes unless the host knows the lengths."""
         return self.length_B.tolist() if self.known_lengths is None else self.known_lengths
 
     def next_slots(self, n: int) -> Tensor:
@@ -144,9 +144,9 @@ class KVCache:
 
     @torch.inference_mode()
     def keep(self, path_BR: Tensor | None, count_B: Tensor) -> None:
-        """Commits the first `count_B[b]` rows of each sequence that were written after its committed ones; or, of those
-        rows, the first `count_B[b]` at the indices `path_BR[b]` (ascending), which are moved to the front. Does not
-        synchronize."""
+        """Commits `count_B[b]` of the rows that were written after the committed slots of sequence b: the first rows,
+        or with `path_BR` the rows at the first `count_B[b]` indices of `path_BR[b]` (ascending), which are moved to the
+        front. Does not synchronize."""
         if path_BR is not None:
             first = (self.start_B + self.length_B)[:, None]
             to_BR = first + torch.arange(path_BR.shape[1], device=first.device)
@@ -159,7 +159,7 @@ class KVCache:
     def select(self, sequences: Sequence[int]) -> None:
         """Keeps only the sequences with these indices, in this order, and frees the others' segments."""
         dropped = [self.segments[b] for b in set(range(len(self.segments))) - set(sequences)]
-        self.segments = [self.segments[b] for b in sequences]  # first, so that an exception makes no segment free twice
+        self.segments = [self.segments[b] for b in sequences]  # first, or an exception could free a segment twice
         for segment in dropped:
             self.pool.release(*segment)
         index = torch.tensor(sequences, dtype=torch.int64).to(self.start_B.device)
@@ -168,7 +168,7 @@ class KVCache:
             self.known_lengths = [self.known_lengths[b] for b in sequences]
 
     def repeated(self, times: int) -> KVCache:
-        """A cache of as many sequences that all have the segment of this one's only sequence, which keeps it."""
+        """A cache of `times` sequences in the segment of this cache's only sequence; this cache owns the segment."""
         other = KVCache(self.pool)
         other.start_B, other.length_B = self.start_B.repeat(times), self.length_B.repeat(times)
         other.known_lengths = None
@@ -188,7 +188,7 @@ class KVCache:
 
 
 class CacheRows:
-    """Rows of a pass over the sequences of a cache: where their keys and values go, `slot_M`, and what they see.
+    """Rows of a pass over the sequences of a cache: the slots for the rows' keys and values, `slot_M`, and visibility.
 
     M rows are grouped by sequence. There may be fewer queries than rows.
     """
@@ -199,18 +199,18 @@ class CacheRows:
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
-        """The attention of Q queries to the slots that they see, [Q, H, d]. `scale` None is d^-1/2. The slots already
-        hold the rows' keys and values."""
+        """The attention of Q queries to their visible slots, [Q, H, d]. `scale` None is d^-1/2. The slots already hold
+        the rows' keys and values."""
         raise NotImplementedError
 
 
 class TreeRows(CacheRows):
     """n rows of each sequence after its committed tokens. Does not synchronize.
 
-    Each row sees the committed tokens, and those of the J slots after them that `visible` [B, S, J] says. The S queries
-    are the n rows, or fewer with visibilities of their own. `position_BS` are the queries' positions, needed with
-    windows only. `slot_Bn` are the rows' slots (int64) if they are not the next ones, as for nodes of a tree behind
-    those of earlier passes.
+    Each row sees the committed tokens, and of the J slots after the committed tokens the slots that `visible` [B, S, J]
+    says. The S queries are the n rows, or fewer rows with separate visibilities. `position_BS` are the queries'
+    positions, needed with windows only. `slot_Bn` are the rows' slots (int64); None for the slots after the committed
+    tokens. Tree nodes that follow the nodes of earlier passes need `slot_Bn`.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class TreeRows(CacheRows):
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
-        """See `CacheRows.read`. The queries are those of `visible`."""
+        """See `CacheRows.read`. The queries are the queries of `visible`."""
         if not use_triton(q_QHd):
             return self._read_with_torch(layer, q_QHd, scale, window)
         cache, visible = self.cache, self._visible_in(window)
@@ -249,7 +249,7 @@ class TreeRows(CacheRows):
         return attend_to_slots(q_QHd, read, scale)
 
     def _visible_in(self, window: int | None) -> Visible | VisibleChain:
-        """`visible` without the rows before a window, of which there are some only if a path is longer than it. All
+        """`visible` without the rows before a window. Only a path longer than the window has rows before it, and all
         rows must then be queries."""
         if window is None or self.visible.shape[2] <= window:
             return self.visible
@@ -261,9 +261,9 @@ class TreeRows(CacheRows):
 
 
 class PromptRows(CacheRows):
-    """The next `counts[b]` tokens of each sequence of a cache, one sequence after the other; some may have none. Each
-    row sees all tokens of its sequence up to its own. `position_M` are the rows' positions. Synchronizes unless the
-    host knows the cache's lengths, as it does while nothing but prompts was added."""
+    """The next `counts[b]` tokens (0 or more) of each sequence of a cache, one sequence after the other. Each row sees
+    the tokens of its sequence up to and including the row's token. `position_M` are the rows' positions. Synchronizes
+    unless the host knows the cache's lengths; the host knows the lengths while only prompts were added."""
 
     def __init__(self, cache: KVCache, counts: Sequence[int]):
         self.cache, self.counts, self.lengths = cache, list(counts), cache.lengths
@@ -284,12 +284,12 @@ class PromptRows(CacheRows):
 
 
 class LastRows(CacheRows):
-    """The rows of prompts, of which only the last one of each sequence is a query. `count_B` are the `counts` of the
-    prompts' rows on the cache's device; a sequence without rows has a query too, whose result means nothing."""
+    """The rows of prompts; only the last row of each sequence is a query. `count_B` are the `counts` of the prompts'
+    rows on the cache's device. A sequence without rows has a query too, with a meaningless result."""
 
     def __init__(self, rows: PromptRows, count_B: Tensor):
         self.cache, self.slot_M = rows.cache, rows.slot_M
-        before = copy.copy(rows.cache)  # as if all tokens but the last one were committed
+        before = copy.copy(rows.cache)  # as if all tokens except the last were committed
         before.length_B = (before.length_B + count_B - 1).clamp_min(0)
         itself = VisibleChain(torch.zeros_like(count_B)[:, None], 1, sees_all=True)
         self.last = TreeRows(before, 1, itself, before.length_B[:, None])

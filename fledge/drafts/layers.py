@@ -235,7 +235,7 @@ class Layer(nn.Module):
     """A draft's decoder layer.
 
     An ordinary decoder layer, unless `reads_embedding`: the projections then read [norm(embedding) ; norm(state)], 2E
-    wide. Without `norms_input`, they read the state as it is.
+    wide. Without `norms_input`, the projections read the state without a norm.
     """
 
     def __init__(self, config: DraftConfig, *, reads_embedding: bool = False, norms_input: bool = True):

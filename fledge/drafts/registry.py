@@ -1,4 +1,4 @@
-"""The networks of the draft methods, and how a method that is defined elsewhere is added."""
+"""The networks of the draft methods, and the registration of methods that are defined elsewhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NETWORKS: dict[str, type[Draft]] = {EAGLE1.name: Eagle1Draft, EAGLE3.name: Eagle
 
 
 def register(method: Method, network: type[Draft]) -> None:
-    """Adds a method, so that its drafts can be trained (`method` of `fledge.train_draft` is its name), saved, loaded,
-    checked and decoded with. Raises ValueError if another method has its name."""
+    """Adds a method. Drafts of the method can then be trained (`fledge.train_draft(method=NAME)`), saved, loaded,
+    checked and decoded with. Raises ValueError if another method has the same name."""
     if METHODS.get(method.name, method) is not method:
         raise ValueError(f"there is another method named {method.name!r}; choose another name")
     METHODS[method.name], NETWORKS[method.name] = method, network
@@ -22,5 +22,5 @@ def register(method: Method, network: type[Draft]) -> None:
 
 
 def new_draft(config: DraftConfig) -> Draft:
-    """A draft with this config, and weights that mean nothing yet (`Draft.initialize`)."""
+    """A draft with this config, and weights that `Draft.initialize` has yet to set."""
     return NETWORKS[config.method](config)

@@ -96,7 +96,7 @@ def portable_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[s
     """The tensors of a file that every engine loads, from a `Draft`'s state dict on the CPU.
 
     The vocabulary map is written as `d2t` (target id minus draft id, int64 [W]) and `t2d` (bool [V]). Both are left out
-    if the draft predicts the whole vocabulary, since vLLM refuses them then. The other names are those of the method
+    if the draft predicts the whole vocabulary, since vLLM refuses them then. The method sets all other names
     (`Draft.to_file`).
     """
     tensors = NETWORKS[config.method].to_file(config, {name: x.contiguous() for name, x in state.items()})
@@ -135,15 +135,15 @@ def read_files(name: str | Path) -> dict[str, bytes]:
 def save_draft(
     draft: Draft, directory: str | Path, dtype: torch.dtype = torch.bfloat16, more: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes a draft's directory atomically, and replaces an existing one. `more` are further files, by their paths in
-    it. Raises OSError, e.g. for a full disk."""
+    """Writes a draft's directory atomically, and replaces an existing directory. `more` are further files, by their
+    paths in the directory. Raises OSError, e.g. for a full disk."""
     with replace_directory(Path(directory)) as new:
         write_files(draft_files(draft, dtype) | dict(more or {}), new)
 
 
 def read_draft_config(name: str | Path) -> DraftConfig:
-    """Reads the config.json of a draft, by directory or hub id. Raises ValueError if there is none, or if it is not
-    that of an EAGLE draft."""
+    """Reads the config.json of a draft, by directory or hub id. Raises ValueError if config.json is missing, or is not
+    the config of an EAGLE draft."""
     return read_consistent(draft_directory(name), lambda directory: _read_config(_config_file(directory))[1])
 
 
@@ -162,7 +162,7 @@ def _config_file(directory: Path) -> Path:
 
 
 def _where_the_draft_is(directory: Path) -> str:
-    """Where the draft is instead of in a directory that has none, which may be a run or a part of one."""
+    """The place of the draft, for messages about a directory without a draft, which may be a run or a part of a run."""
     for run in (directory, directory.parent):
         draft, checkpoint, is_run = run / "draft", run / "checkpoint", (run / RECIPE).is_file()
         if draft.is_dir() and draft != directory and (is_run or run == directory):
@@ -174,7 +174,7 @@ def _where_the_draft_is(directory: Path) -> str:
 
 
 def _read_config(file: Path) -> tuple[dict[str, Any], DraftConfig]:
-    """The object in a config.json, and the config that it describes."""
+    """The object in a config.json, and the `DraftConfig` that the object describes."""
     try:
         hf = read_json(file)
     except ValueError as e:
