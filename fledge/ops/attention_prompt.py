@@ -23,8 +23,8 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 def without_cudnn_sdpa(device: torch.device) -> contextlib.AbstractContextManager:
     """Context manager: lets torch's attention use BACKENDS, so not cuDNN, on CUDA devices; no effect elsewhere.
 
-    Setting them takes the host longer than launching attention. Where exactly these are set already, nothing is done,
-    so that a pass that enters it around all layers sets them once.
+    Setting BACKENDS takes the host longer than launching attention. If exactly BACKENDS are set already, nothing is
+    done: a pass that enters the context around all layers sets BACKENDS only once.
 
     Torch prefers cuDNN on Hopper GPUs, but cuDNN builds a new plan for every new sequence length, and decoding and
     packed documents produce new lengths all the time. On an H200, a plan took as long as a thousand calls.
@@ -42,8 +42,9 @@ def grouped_attention(
     """softmax(q kᵀ scale + mask) v, [B, S, H, d], with H / G consecutive query heads per key-value head.
 
     `mask` is from `prepare_mask`, for H / G heads per key and the queries' dtype and device; None if every query sees
-    all keys. `scale` None is 1/√d. Keys and values are not repeated for the heads that share them: on the CPU, torch
-    supports shared keys directly; on other devices it would copy them if there is a mask, so `heads_as_rows` is used.
+    all keys. `scale` None is 1/√d. Keys and values are not repeated for query heads that share a key head: on the CPU,
+    torch supports shared keys directly; on other devices, torch would copy shared keys if given a mask, so
+    `heads_as_rows` is used.
     """
     if q_BHSd.device.type != "cpu":
         return heads_as_rows(q_BHSd, k_BGLd, v_BGLd, mask, scale)
@@ -95,8 +96,8 @@ def _flash_supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def causal_attention(
     q_SHd: Tensor, keys_GLd: Tensor, values_GLd: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attention of the last S of L tokens of a sequence to all tokens before them and themselves, [S, H, d]; with a
-    window, to the last `window` of these."""
+    """Causal attention of the last S of L tokens of a sequence, [S, H, d]: each token reads itself and all earlier
+    tokens, or with a window the last `window` of these."""
     (S, H, _), (G, L, _) = q_SHd.shape, keys_GLd.shape
     q, k, v = q_SHd.transpose(0, 1)[None], keys_GLd[None], values_GLd[None]
     options = dict(scale=scale, enable_gqa=H != G)
@@ -115,7 +116,7 @@ def causal_attention(
             if window is not None:
                 mask &= key > at - window
             rows, keys, values = q[:, :, first - (L - S) : end - (L - S)], keys_GLd[:, seen], values_GLd[:, seen]
-            if q.device.type != "cpu":  # with a mask, torch's fast backends there do not support shared keys
+            if q.device.type != "cpu":  # on GPUs, torch's fast backends do not support shared keys with a mask
                 keys, values = (x.repeat_interleave(H // G, dim=0) for x in (keys, values))
                 options["enable_gqa"] = False
             parts.append(F.scaled_dot_product_attention(rows, keys[None], values[None], attn_mask=mask, **options)[0])
@@ -124,23 +125,23 @@ def causal_attention(
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences that attend in one call, as rows of equal length N. int64: `row_BN` are their rows and `slot_BN` the
-    slots of their keys, both padded with a sequence's last."""
+    """Sequences that attend in one call, padded to the equal length N. `row_BN` are the sequences' rows and `slot_BN`
+    the slots of their keys, int64; the padding repeats a sequence's last row and slot."""
 
     row_BN: Tensor
     slot_BN: Tensor
 
 
 class PackedAttention:
-    """Attention of M rows, `counts[b]` of each sequence after its first `lengths[b]` tokens, to all tokens of their
-    sequence up to their own.
+    """Causal attention of M rows, `counts[b]` of each sequence after the sequence's first `lengths[b]` tokens. Each row
+    reads the tokens of its sequence up to and including the row's token.
 
-    Sequence b has the slots from `starts[b]` on. `slot_M` are those of the rows, and `position_M` their places in their
-    sequences, int64 on the device. `place_M` are the rows' places among the results of all calls, one after the other,
-    which are `in_order` if only the last one has padding. By definition each sequence attends by itself
-    (`causal_attention`). With `grouped`, those without earlier tokens attend in groups of similar lengths, with one
-    call of torch's attention for each: they are padded at the end, which no other row sees, so that no mask is needed.
-    None: on a GPU, where a call takes as long as its launch; a CPU computes the padding too.
+    Sequence b has the slots from `starts[b]` on. `slot_M` are the rows' slots, and `position_M` the rows' positions in
+    their sequences, int64 on the device. `place_M` are the rows' places among the concatenated results of all calls.
+    `in_order` is true if these places are 0 .. M - 1. By definition each sequence attends by itself
+    (`causal_attention`). With `grouped`, sequences without earlier tokens attend in groups of similar lengths, by one
+    call of torch's attention per group. The padding is at the end, invisible to all rows, so no mask is needed.
+    `grouped` None is True on a GPU, where a call costs a launch, and False on a CPU, which would compute the padding.
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class PackedAttention:
         self.groups = [_Group(*indices[i : i + 2]) for i in range(0, len(indices), 2)]
 
     def _groups(self) -> list[list[int]]:
-        """The sequences of each group of two or more, with at most half of each one's rows as padding where they are
-        not SHORT."""
+        """The groups of two or more sequences. In a group longer than SHORT rows, at most half of a sequence's padded
+        rows are padding."""
         fresh = [b for b, count in enumerate(self.counts) if count and not self.lengths[b]]
         groups: list[list[int]] = []
         for b in sorted(fresh, key=lambda b: -self.counts[b]):
@@ -178,8 +179,8 @@ class PackedAttention:
         return [group for group in groups if len(group) > 1]
 
     def _found_at(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """The place of each sequence's first row among the results: the groups' one after the other, with their
-        padding, then those of the sequences that attend alone."""
+        """The place of each sequence's first row among the concatenated results: first the groups' results, with
+        padding, then the results of sequences that attend alone."""
         found, end = [0] * len(self.counts), 0
         for group in groups:
             for b in group:

@@ -1,14 +1,14 @@
 """Attention in decoding: a few new rows per sequence attend to a key-value cache and to a tree of new rows.
 
-The keys and values of one layer are in a pool of P slots. Sequence b owns the slots from start_b on. Its first length_b
-slots are the prefix, in the order of positions; the J slots after them hold the new rows, of which row s reads those
-that `visible` names (in a draft tree: itself and its ancestors):
+The keys and values of one layer are in a pool of P slots. Sequence b owns the slots from start_b on. The first length_b
+slots of sequence b are the prefix, in the order of positions. The next J slots hold the new rows. Row s reads the
+prefix and the new rows that `visible` names (in a draft tree, the row itself and its ancestors):
 
     out_s = softmax(scale [q_s . k_i for the prefix slots i ; q_s . k_j for the new slots j that s sees]) [v_i ; v_j]
 
 With a window, row s at position p_s reads the prefix slots i > p_s - window only. Scores and softmax are computed in at
-least float32. The kernels read lengths, starts, positions and visibility on the device: their grids depend on shapes
-alone, so that a CUDA graph of a call may be replayed with other values.
+least float32. The kernels read lengths, starts, positions and visibility on the device, and their grids depend on
+shapes alone: a CUDA graph of a call may be replayed with other values.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ COUNTERS = 1024  # integers that the kernels count programs in; see `tree_attent
 
 
 class Visible:
-    """The new slots that S rows of each of B sequences see: those of J whose entry of `mask_BSJ` (bool) is True.
+    """The new slots, of J, that S rows of each of B sequences see: the slots with True in `mask_BSJ` (bool).
 
-    The calls of all layers share one such object, so that the mask is packed once. `sees_all` tells that all rows see
-    all slots; if it is False, they may or may not.
+    The calls of all layers share one `Visible` object, and the mask is packed once. `sees_all` True means that all rows
+    see all slots; False leaves open whether rows see all slots.
     """
 
     chain = sees_all = False
@@ -46,7 +46,7 @@ class Visible:
 
 
 class VisibleBits(Visible):
-    """The same, given as words int64 [B, S, W] of bits (`pack_bits`), of which the first ceil(J / 64) are read."""
+    """A `Visible` given as words of bits (`pack_bits`), int64 [B, S, W]; the first ceil(J / 64) words are read."""
 
     def __init__(self, words_BSW: Tensor, J: int):
         self.words_BSW = words_BSW
@@ -60,8 +60,8 @@ class VisibleBits(Visible):
 
 
 class VisibleChain:
-    """The new slots that rows of chains see: of J slots, row s of sequence b sees those up to `last_BS[b, s]` (int32 or
-    int64, at least 0). `sees_all` is as in `Visible`."""
+    """The new slots that rows of chains see: of J slots, row s of sequence b sees the slots up to `last_BS[b, s]`
+    (int32 or int64, at least 0). `sees_all` is as in `Visible`."""
 
     chain = True
 
@@ -98,8 +98,8 @@ def tree_attention(
     heads share a key head. `scale` is d^-1/2 unless given. Slots that a row does not see may hold any finite number.
     Every row must see at least one slot. There are no gradients.
 
-    `counters` are COUNTERS zeros, int32, which are zeros again after the call; None: new ones, which a kernel has to
-    fill. Calls one after the other on a stream may share them, but not calls that may run at the same time.
+    `counters` are COUNTERS zeros, int32, and are zeros again after the call; None costs a launch to create zeros. Calls
+    in sequence on a stream may share counters; calls that may run at the same time must not.
     """
     scale = q_BSHd.shape[3] ** -0.5 if scale is None else scale
     if use_triton(q_BSHd):
@@ -115,7 +115,7 @@ def tree_attention(
 
 
 def seen_slots(length: int, visible_SJ: Tensor, window: int | None, position_S: Tensor | None) -> Tensor:
-    """Which of a sequence's length + J slots each row reads, bool [S, length + J]."""
+    """The visibility of a sequence's length + J slots to each row, bool [S, length + J]."""
     slot = torch.arange(length, device=visible_SJ.device)
     prefix = torch.ones(visible_SJ.shape[0], length, dtype=torch.bool, device=visible_SJ.device)
     if window is not None:
@@ -145,8 +145,8 @@ def slots_and_masks(
     start_B: Tensor, length_B: Tensor, visible: Visible | VisibleChain, window: int | None, position_BS: Tensor | None,
     group: int, dtype: torch.dtype,
 ) -> list[tuple[slice, Tensor | None]]:  # fmt: skip
-    """What the rows of each sequence read, the same in all layers with this window: the slots, and an additive mask
-    [1, 1, group · S, slots], None if all rows see all slots. Reads the lengths on the host."""
+    """The slots that the rows of each sequence read, and an additive mask [1, 1, group · S, slots], None if all rows
+    see all slots. The results are the same for all layers with this window. Reads the lengths on the host."""
     reads, J = [], visible.shape[2]
     everything = window is None and (visible.sees_all or bool(visible.mask_BSJ.all()))
     for b, (start, length) in enumerate(zip(start_B.tolist(), length_B.tolist(), strict=True)):
@@ -165,7 +165,7 @@ def attend_to_slots(
     `slots_and_masks`): one call of torch's attention per sequence. Returns [M, H, d], contiguous. `scale` None is
     d^-1/2.
 
-    The query heads that share a key head are laid along the rows, so that no key is repeated for them.
+    Query heads that share a key head become rows of one head, without repeated keys.
     """
     (M, H, d), out = q_MHd.shape, []
     parts = (q_MHd,) if len(read) == 1 else q_MHd.split(M // len(read))

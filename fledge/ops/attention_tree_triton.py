@@ -1,10 +1,10 @@
 """Attention in decoding in Triton: online softmax over shares of the keys ("split-KV", as in Flash-Decoding).
 
-One program handles a sequence, a key head, a block of rows and a share of the slots. Its rows are the S x H / G query
+One program handles a sequence, a key head, a block of rows and a share of the slots. The rows are the S x H / G query
 rows that read the key head: row r is new row r // group and head r % group of the group. Each program reads the lengths
-from the device, takes an equal share of the blocks of slots, and writes the softmax of its share with its log2-sum-exp2
-to a workspace; the program that is done last combines the shares, or a kernel of its own, which has a program for each
-row. A single share is the result, and programs for which no blocks are left end at once.
+from the device, takes an equal share of the blocks of slots, and writes the softmax of the share with the log2-sum-exp2
+to a workspace. The last program to finish combines the shares, or a second kernel with a program for each row does. A
+single share is the result, and programs without blocks end at once.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class AttentionTiles:
     of 2 and 16 or more. `stages` - 1 blocks are in flight at a time. There are as many shares as give each processor
     about `per_processor` programs.
 
-    With `late`, a program lets the next kernel start when it has read its slots, otherwise at once. Programs of the
-    next kernel that start early take shared memory from those of this one that are still to start.
+    With `late`, a program lets the next kernel start after reading the slots, otherwise at once. Early programs of the
+    next kernel take shared memory from programs of this kernel that have not started.
 
-    With `apart`, blocks that need no mask have a loop of their own, and only that one is pipelined; without, all blocks
-    are masked, which costs nothing where reads limit the time. The program that adds the shares has `at_once` of them
-    under way together. With `combine_apart`, another kernel adds them, with a program for each row: one more launch,
-    but not one program that adds the many shares of a long sequence.
+    With `apart`, blocks that need no mask have a separate loop, the only pipelined loop. Without `apart`, all blocks
+    are masked, which costs nothing where reads limit the time. The program that adds the shares loads `at_once` shares
+    together. With `combine_apart`, a second kernel adds the shares, with a program for each row: a launch more, but the
+    many shares of a long sequence are not added by a single program.
     """
 
     rows: int
@@ -62,8 +62,8 @@ def tiles_for(
     rows: int, d: int, dtype: torch.dtype, shared: int, slots: int, heads: int, chain: bool
 ) -> AttentionTiles:
     """The tiles for `rows` query rows per key head of `d` dimensions and pools with `slots` slots a sequence, on a GPU
-    with `shared` bytes of shared memory per block. `heads` counts the key heads of all sequences, and `chain` tells
-    that the rows see slots as those of chains do. `bench/decode_kernels.py --sweep attention` times others."""
+    with `shared` bytes of shared memory per block. `heads` counts the key heads of all sequences. `chain`: whether the
+    rows are chains (`VisibleChain`). `bench/decode_kernels.py --sweep attention` times other tiles."""
     if dtype.itemsize > 2:  # products of float32 run without tensor cores and keep their operands in registers
         return AttentionTiles(rows=16, slots=32, warps=8, stages=1)
     wide, stages = d > 128, 3 if shared >= LARGE else 2
@@ -83,11 +83,11 @@ def tiles_for(
 
 
 def share_count(programs: int, slots: int, block: int, target: int, apart: bool = False) -> int:
-    """Into how many shares the slots of a sequence are divided, so that there are at most about `target` programs.
+    """The number of shares that the slots of a sequence are divided into, for at most about `target` programs.
 
     `programs` is the number of programs without division. In a pool of `slots` slots, no sequence has more than slots /
-    block blocks. The lengths are not known on the host, so the number does not depend on them. With `apart`, it is a
-    power of two, as many as the kernel that combines them reads.
+    block blocks. The number does not depend on the lengths, which the host does not know. With `apart`, the number is a
+    power of two, as the kernel that combines shares needs.
     """
     shares = max(1, min(target // programs, -(-slots // block), MOST_SHARES))
     return 1 << (shares.bit_length() - 1) if apart else shares
@@ -95,7 +95,7 @@ def share_count(programs: int, slots: int, block: int, target: int, apart: bool 
 
 @triton.jit
 def _word(words_ptr, row_s, sws, S, k, W):
-    """Word k of rows of a mask: the slots before the new ones are seen, those after them are not."""
+    """Word k of rows of a mask: slots before the new rows are visible, slots after the new rows are not."""
     rows = tl.where((k >= 0) & (k < W), S, 0)
     word = tl.load(words_ptr + row_s.to(tl.int64) * sws + k, mask=row_s < rows, other=0)
     return tl.where(k < 0, -1, word).to(tl.uint64, bitcast=True)
@@ -155,14 +155,14 @@ def _combine(
 ):  # fmt: skip
     """The weighted mean of `used` shares of BM rows each; the weights are the shares' sums of exponentials.
 
-    The shares are added in their order, whichever was done last, so that equal calls have equal results.
+    Shares are added by index, not in the order of completion: equal calls have equal results.
     """
     r, d = tl.arange(0, BM), tl.arange(0, BD)
     acc = tl.zeros([BM, BD], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     for at in tl.range(0, used, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):  # without dependent loads, so that they are under way together
+        for i in tl.static_range(AT_ONCE):  # independent loads, in flight together
             row = first_row + (at + i) * BM + r
             held = inside & (row < first_row + used * BM)
             lse = tl.load(lse_ptr + row, mask=held, other=float("-inf"))
@@ -188,7 +188,7 @@ def _attend(
     BM: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr, AT_ONCE: tl.constexpr, COMBINED: tl.constexpr,
     DEPENDENT: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Without COMBINED, `_combine_rows` combines the shares, also a single one."""
+    """Without COMBINED, `_combine_rows` combines the shares, also a single share."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         if not LATE:
@@ -269,9 +269,9 @@ def _attend(
     else:
         tl.store(partial_ptr + part[:, None] * D + d[None, :], found, mask=tile)
         tl.store(lse_ptr + part, lse, mask=inside)
-        # One thread adds to the counter. The barrier orders the stores of all threads before that, and the release
-        # makes them visible to whoever acquires the counter later: the program that finds all others counted sees their
-        # shares, and so do its other threads, because a barrier hands them what the counter was.
+        # One thread adds to the counter. The barrier orders the stores of all threads before the addition, and the
+        # release makes the stores visible to programs that acquire the counter later. The last program therefore sees
+        # all shares, and so do all threads of that program, because a barrier broadcasts the counter's value.
         tl.debug_barrier()
         if tl.atomic_add(counter_ptr + shared, 1, sem="acq_rel", scope="gpu") == used - 1:
             tl.store(counter_ptr + shared, 0)
@@ -285,8 +285,7 @@ def _combine_rows(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combines the shares of one row, as `_combine` does: the mean of them all, weighted by their sums of
-    exponentials."""
+    """Combines the shares of one row as `_combine` does: their mean, weighted by the shares' sums of exponentials."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -342,7 +341,7 @@ def tree_attention_triton(
     target = min(t.per_processor * _processors(q_BSHd.device), counters.numel())
     splits = share_count(programs, P, t.slots, target, t.combine_apart)
     combined = splits == 1 or not t.combine_apart
-    at_once = 2 if splits == 2 else t.at_once  # a program would wait for the loads of shares that there are not
+    at_once = 2 if splits == 2 else t.at_once  # a program would wait for loads of missing shares
     stored = programs * splits * t.rows if splits > 1 else 0  # rows of shares
     partial, lse = (out.new_empty(stored * n, dtype=torch.float32) for n in (d, 1))
     _attend[(splits, programs // B, B)](
@@ -382,7 +381,7 @@ def _pack_bits(mask_ptr, words_ptr, S, J, smb, sms, BLOCK: tl.constexpr, DEPENDE
 
 
 def pack_bits_triton(mask_BSJ: Tensor) -> Tensor:
-    """`pack_bits` in one kernel. Rows may be strided; their entries are copied if they are."""
+    """`pack_bits` in one kernel. Copies the mask if a row's entries are strided."""
     (B, S, J), W = mask_BSJ.shape, triton.cdiv(mask_BSJ.shape[2], 64)
     mask = with_unit_stride(mask_BSJ).view(torch.uint8)  # bytes 0 and 1
     words = torch.empty(B, S, W, dtype=torch.int64, device=mask.device)

@@ -198,7 +198,7 @@ def _backward_keys(
     v = tl.load(v_ptr + place, mask=tile, other=0.0)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    # [begin, end): queries that read any key of the block; [a, b): queries that read all of them, without a mask
+    # [begin, end): queries that read any key of the block; [a, b): queries that read all keys of it, without a mask
     begin, end = tl.load(range_ptr + block), tl.load(range_ptr + 3 * blocks + block)
     a = tl.minimum(tl.load(range_ptr + blocks + block), end)
     b = a + tl.maximum(tl.load(range_ptr + 2 * blocks + block) - a, 0) // BM * BM
@@ -245,7 +245,7 @@ def _backward_own(
             p = tl.exp2(tl.sum(q * k, 1) * scale2 - lse)
             dv += p[:, None] * dout
             dk += (p * (tl.sum(dout * v, 1) - delta))[:, None] * q
-        # each own key belongs to one query, so no other program writes here
+        # each own key belongs to a single query, so only this program writes here
         dk = dk * scale + tl.load(own_dk[j] + there, mask=tile, other=0.0).to(tl.float32)
         dv += tl.load(own_dv[j] + there, mask=tile, other=0.0).to(tl.float32)
         tl.store(own_dk[j] + there, dk.to(own_dk[j].dtype.element_ty), tile)

@@ -52,7 +52,7 @@ def preemptions() -> int:
 
 
 class Threads:
-    """Chooses between one thread and all for compiled layers: one while other programs use the cores.
+    """Chooses the number of threads for compiled layers: all threads, or one while other programs use the cores.
 
     The threads wait for each other several times in each layer. If another program runs on the core of one thread, the
     other threads wait until the system gives the core back. Then one thread is faster than several. `clock` is in

@@ -1,4 +1,4 @@
-"""Which implementation computes on a device, how its kernels are launched, and what every operation shares."""
+"""The choice of implementation by device, the launch of kernels, and helpers of all operations."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def computed_by(implementation: str) -> Iterator[None]:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one, where Triton launches its kernels whatever the device of their tensors."""
+    """Makes a GPU the current device. Triton launches kernels on the current device, whatever the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
 def can_wait(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one in front of it ends, and wait for that itself (programmatic
-    dependent launch): on GPUs from compute capability 9 on."""
+    """Whether a kernel can be launched before the previous kernel ends, and wait for the previous kernel on the device
+    (programmatic dependent launch): on GPUs from compute capability 9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def dependent_launch(device: torch.device) -> dict[str, Any]:
-    """The options of a Triton kernel that waits itself for the kernel before it where `can_wait`, so that its launch
-    overlaps with that kernel."""
+    """The launch options of a Triton kernel. Where `can_wait`, the launch overlaps with the previous kernel, and the
+    kernel waits for the previous kernel on the device."""
     return dict(DEPENDENT=True, launch_pdl=True) if can_wait(device) else dict(DEPENDENT=False)
 
 
@@ -83,8 +83,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies CPU tensors of one dtype to the device, in one non-blocking copy from pinned memory.
 
-    On the CPU, returns the tensors themselves. Tensors that are not on the CPU, as those made under
-    `torch.set_default_device` without a device of their own, are copied one by one.
+    On the CPU, returns the tensors themselves. If a tensor is not on the CPU, for example because it was made under
+    `torch.set_default_device`, all tensors are copied one by one.
     """
     if device.type == "cpu" or any(x.device.type != "cpu" for x in tensors):
         return [x.to(device) for x in tensors]

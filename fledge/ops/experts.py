@@ -4,14 +4,14 @@
 
     out = residual + sum over c in C of w_c down_c (silu(gate_c y) * up_c y),   y = x / rms(x) * gain
 
-as in Mixtral (arXiv:2401.04088) and Qwen's mixtures. With few rows, the time is that of reading the weights of the
-experts that some row has chosen. The kernels read each of these once, however many rows have chosen it, in grids that
-depend on shapes alone, and wait for nothing: a CUDA graph of a call may be replayed with rows that choose others. For
-many rows, the definition applies; its products are torch's grouped ones where these wait for nothing either.
+as in Mixtral (arXiv:2401.04088) and Qwen's mixtures. With few rows, the cost is reading the weights of the chosen
+experts. The kernels read each chosen expert once, however many rows have chosen the expert, in grids that depend on
+shapes alone, and wait for nothing: a CUDA graph of a call may be replayed with rows that choose other experts. For many
+rows, the definition applies, with torch's grouped products where grouped products wait for nothing either.
 
 The kernels compute numbers of up to 32 bits on a GPU, unless grouped products are faster there. Calls with equal
 arguments have equal results. In the kernels, a row of the result does not depend on the other rows, bit by bit, nor on
-their number among 1 to 8, and among those up to MOST_ROWS.
+the number of rows among 1 to 8, and among 9 to MOST_ROWS.
 
 Axes beyond the legend in `fledge.types`: X experts, C chosen experts of a row, P = M C pairs of a row and one of its
 experts (pair m C + c), F width of an expert, S slots.
@@ -37,9 +37,9 @@ MOST_ROUTED = 8192  # logits, padded to powers of 2, that the one program of `ro
 class Routing:
     """The experts of M rows. Pair m C + c is row m with the c-th of its C experts.
 
-    `weight_MC` are the experts' weights (float32, or float64 as the logits), `order_P` the pairs by expert, those of
-    one expert in ascending order, and `end_X` the end of each expert's pairs in `order_P`. `slot_S` are different
-    experts, all that have pairs among them; -1: none. All but the weights are int32.
+    `weight_MC` are the experts' weights (float32, or float64 as the logits), `order_P` the pairs sorted by expert and
+    then ascending, and `end_X` the end of each expert's pairs in `order_P`. `slot_S` are distinct experts, including
+    all experts with pairs; -1 is an empty slot. All tensors except the weights are int32.
     """
 
     weight_MC: Tensor
@@ -89,7 +89,7 @@ def experts(
 
 
 def _power_of_2(n: int) -> int:
-    """The least power of 2 that is not less."""
+    """The least power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -106,8 +106,8 @@ def _products(x_PI: Tensor, weight_XOI: Tensor, end_X: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, *widths: int) -> bool:
-    """Whether torch has a grouped product of such rows that waits for nothing: bfloat16 on GPUs of compute capability 9
-    and 10, with widths of multiples of 16 bytes."""
+    """Whether torch has a grouped product for `x` that waits for nothing: bfloat16 on GPUs of compute capability 9 and
+    10, with widths of multiples of 16 bytes."""
     return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in widths) and _has_grouped(x.device)
 
 

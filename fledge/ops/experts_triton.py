@@ -1,8 +1,7 @@
-"""Mixtures of experts in Triton: one program routes all rows, and each tile of an expert's weights is read by one.
+"""Mixtures of experts in Triton: one program routes all rows, and one program reads each tile of an expert's weights.
 
-The products are those of `ops.products_triton`, whose rows are here the pairs of one expert. Where an expert has
-more pairs than a program takes at a time, the program takes them one block after the other, and reads its weights again
-from the L2 cache.
+The products are those of `ops.products_triton`, with the pairs of one expert as rows. If an expert has more pairs than
+a block, the program computes the pairs block by block, and reads the weights again from the L2 cache.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ def _route(
     inside = (m < M)[:, None] & (x < X)[None, :]
     logit = tl.load(logits_ptr + m[:, None] * sx + x[None, :], mask=inside, other=float("-inf")).to(tl.float32)
     key = tl.where((x < X)[None, :], keys_of(logit, x[None, :]), NOTHING)
-    choice = tl.full([BM, BX], -1, tl.int32)  # as which of its row's experts one was chosen
+    choice = tl.full([BM, BX], -1, tl.int32)  # the rank of each expert among its row's chosen experts; -1: not chosen
     for c in range(C):
         best = key == tl.max(key, 1)[:, None]  # keys of a row are distinct
         choice = tl.where(best, c, choice)
         key = tl.where(best, NOTHING, key)
     chosen = (choice >= 0) & inside
-    # rows past the end hold -inf alone, and their numbers are not stored
+    # rows past the end hold -inf only, and are not stored
     p = tl.exp(logit - tl.where(m < M, tl.max(logit, 1), 0.0)[:, None])
     total = tl.sum(tl.where(chosen, p, 0.0) if NORMALIZED else p, 1)
     pair = m[:, None] * C + choice
@@ -74,7 +73,7 @@ def route_triton(logits_MX: Tensor, chosen: int, normalized: bool) -> tuple[Tens
     order, end, slot = (torch.empty(n, dtype=torch.int32, device=device) for n in (M * chosen, X, S))
     if M:
         BX = triton.next_power_of_2(X)
-        # a block whose layout, and with it the order of its sums, does not depend on the number of rows
+        # the layout of the block, and so the order of sums, must not depend on the number of rows
         BM = max(triton.next_power_of_2(M), triton.cdiv(256, BX))
         _route[(1,)](
             logits, weight, order, end, slot, M, logits.stride(0), X=X, C=chosen, S=S, NORMALIZED=normalized,
@@ -93,8 +92,8 @@ def _expert_product(
 ):  # fmt: skip
     """BO rows of an expert's weight times the rows of its pairs, BM at a time.
 
-    Stores the products at the pairs' places. If GATED, pair p reads row p // C of x, which is normalised, and the
-    weight has the O rows of the gate and then those of up; else it reads row p.
+    Stores the products at the pairs' places. If GATED, pair p reads row p // C of x, normalised, and the weight has the
+    O rows of the gate first, then the O rows of up; else pair p reads row p.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -154,7 +153,7 @@ def experts_triton(
         raise ValueError("the kernels of experts need weights whose rows are contiguous")
     (M, E), (X, _, F), (_, C) = x_ME.shape, down_XEF.shape, routing.weight_MC.shape
     residual, x = with_unit_stride(residual_ME), x_ME.contiguous()
-    x = x.clone() if x.data_ptr() % 16 else x  # one kernel, so that the order of its sums does not depend on it
+    x = x.clone() if x.data_ptr() % 16 else x  # the alignment must not select a kernel with another order of sums
     P, out = M * C, torch.empty(M, E, dtype=x.dtype, device=x.device)
     if not M:
         return out
@@ -183,8 +182,8 @@ def experts_triton(
 
 @functools.cache
 def _tiles(M: int, P: int, X: int, dtype: torch.dtype, device: torch.device) -> ProductTiles:
-    """The tiles of P pairs of M rows. With up to MOST_ROWS rows, they have no more rows than one product of few rows
-    takes; with more, about as many as an expert has on average."""
+    """The tiles of P pairs of M rows. Up to MOST_ROWS rows, a tile has as few rows as in a product of few rows; beyond,
+    a tile has about the mean number of pairs per expert."""
     rows = 8 if M <= 8 else 16
     if M > MOST_ROWS:
         rows = min(max(triton.next_power_of_2(triton.cdiv(P, X)), 16), 64)

@@ -1,7 +1,7 @@
 """The small operations of a decoder layer in Triton, for a few rows.
 
-At batch 1 each takes little more than its launch, so that the aim is one launch and enough programs: a row each for the
-norm, a row and some heads each for the rotation, 1,024 outputs of a row each for the activation.
+At batch 1 each operation takes little more than a launch, so that the aim is one launch and enough programs: a row each
+for the norm, a row and some heads each for the rotation, 1,024 outputs of a row each for the activation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from fledge.ops.device import dependent_launch, with_unit_stride
 
 BLOCK = 1024
-HEADS = 8  # of a row, per program of the rotation: with one each, starting them would limit many rows
+HEADS = 8  # heads of a row per program of the rotation: with a program per head, launches would limit many rows
 
 
 @triton.jit

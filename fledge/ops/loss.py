@@ -32,8 +32,8 @@ from fledge.ops.device import at_least_float32, to_device
 from fledge.ops.training import Fp32Accumulator, padded_rows
 
 KINDS = ("ce", "kl", "accept", "mixed")
-# The default number of logits in a chunk: the teacher's and those of its slots ("eager" holds copies of them). On a
-# CPU, a chunk has at most CPU_CACHED_LOGITS teacher logits, so that they fit its caches, if that is at least 64 rows.
+# The default number of logits in a chunk: teacher logits and the slots' draft logits ("eager" holds copies of both). On
+# a CPU, a chunk has at most CPU_CACHED_LOGITS teacher logits, to fit the caches, if at least 64 rows remain.
 CHUNK_LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
 CPU_CACHED_LOGITS = 1 << 19
 SLOTS_PER_GROUP = 2048  # minimum number of slots per GEMM of the head's gradient
@@ -108,10 +108,10 @@ def loss_and_gradients(
 ) -> LossResult:  # fmt: skip
     """The loss of K steps and its gradients.
 
-    `head_inputs` are those of each step, [S_k or more, E]; rows beyond S_k are padding and get zero gradients.
-    `weights` are the K weights of the steps. The gradient of the head's weight is added to `head_sum`, if given.
-    Without `gradients`, `dhead_inputs` is empty. Memory: the logits of a chunk of teacher rows and of the slots that
-    use them, or of SLOTS_PER_GROUP slots if that is more.
+    `head_inputs` has a tensor per step, [S_k or more, E]; rows beyond S_k are padding and get zero gradients. `weights`
+    are the K weights of the steps. The gradient of the head's weight is added to `head_sum`, if given. Without
+    `gradients`, `dhead_inputs` is empty. Memory: the logits of a chunk of teacher rows and of the chunk's slots, at
+    least SLOTS_PER_GROUP slots.
     """
     device, counts = head_WE.device, [r.numel() for r in teacher.rows]
     chunk = options.teacher_rows_per_chunk(teacher.vocab_size, teacher.ids_W.numel(), len(counts), device)
@@ -154,12 +154,12 @@ def _group_loss(
 ) -> None:  # fmt: skip
     """Computes the logits, losses and gradients of a group of tiles, in products with `padding` more rows.
 
-    A function of its own, so that its tensors are freed before the next group.
+    A separate function, so that the tensors of a group are freed before the next group.
     """
     heights = [t.place_M.numel() for t in group]
     spans = [(a, b) for (a, _), (_, b) in zip(group[0].spans, group[-1].spans, strict=True)]
     steps = [k for k, (a, b) in enumerate(spans) if a < b]
-    # the slots of a single step are contiguous, so that they are read and written without a copy
+    # the slots of a single step are contiguous: reads and writes need no copy
     in_place = None if padding or len(steps) > 1 else (steps[0], slice(*spans[steps[0]]))
     if in_place:
         h = head_inputs[in_place[0]][in_place[1]]

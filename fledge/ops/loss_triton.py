@@ -24,7 +24,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 @triton.jit
 def _lse_update(m, total, x):
-    """One step of the online log-sum-exp in each lane. It needs one exponential, since the other is exp(0)."""
+    """One step of the online log-sum-exp in each lane. One exponential is enough: one of the two factors is exp(0)."""
     smaller = tl.exp(-tl.abs(x - m))
     return tl.maximum(m, x), tl.where(x > m, total * smaller + 1.0, total + smaller)
 

@@ -1,12 +1,12 @@
 """Copies of float32 weights that products on an x86 CPU read in less time.
 
-A product of a few rows takes as long as its weight is read. Most checkpoints have 16 bits a number. Their weights are
-copied in 16 bits, as float16: half the bytes, for FBGEMM's products, which convert them to float32 and compute in it.
-float16 has more digits than bfloat16 and fewer exponents, so that the smallest numbers of a bfloat16 matrix are
-rounded; a copy is made only where all this rounding together is less than float32's own, relative to the norm of the
-matrix. Other weights are copied in the layout of oneDNN's products: with PyTorch's layout, a product of a few rows
-takes several times as long as reading the weight on an AMD CPU. Where there is a C compiler, all weights are copied for
-the products of `ops/compiled` instead.
+A product of a few rows takes as long as reading the weight. Most checkpoints have 16 bits a number. Weights of these
+checkpoints are copied as float16, in half the bytes, for FBGEMM's products, which convert the numbers to float32 and
+compute in float32. float16 has more digits than bfloat16 and fewer exponents, so that the smallest numbers of a
+bfloat16 matrix are rounded; a copy is made only if the total rounding error, relative to the norm of the matrix, is
+less than float32's. Other weights are copied in the layout of oneDNN's products: with PyTorch's layout, a product of a
+few rows takes several times as long as reading the weight on an AMD CPU. Where a C compiler is found, all weights are
+copied for the products of `ops/compiled` instead.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from fledge.ops.compiled import MOST_ROWS, CompiledWeight, library, short_dtype
 Made = TypeVar("Made")
 
 SHARE = 0.5  # of the free memory, the most that the copies of a model's weights take
-FREE = 4 << 30  # bytes, taken to be free where that is not known
+FREE = 4 << 30  # bytes assumed to be free where the number is not known
 # A copy in 16 bits is used for any number of rows. In oneDNN's layout, the limits are compromises, chosen by the times
 # of whole rounds too: one and two rows are about as fast without the copy; few rows of smaller weights are not much
-# faster with it, and where passes of one row and of a few alternate, weight and copy would compete for the caches.
+# faster with the copy, and where passes of one row and of a few alternate, weight and copy compete for the caches.
 LEAST_ELEMENTS = 1 << 18
 LEAST_ROWS = 3
-MANY_ROWS = 9  # from which on smaller weights are faster with the copy too
-ROWS = 8  # for which oneDNN's layout is chosen
+MANY_ROWS = 9  # rows from which on smaller weights too are faster with the copy
+ROWS = 8  # the number of rows that oneDNN's layout is chosen for
 ROUNDING = torch.finfo(torch.float32).eps  # the largest relative error of a weight's copy in 16 bits
 # A matrix is copied in 16 bits only if its largest number is in this range. Outside, float16 has infinity and zero.
 SMALLEST, LARGEST = 1e-12, torch.finfo(torch.float16).max
-CHECKED = 1 << 20  # numbers of a weight that are compared with their copies at a time
-SAMPLES = 64  # numbers of a weight that tell whether it has changed
-_MADE: WeakKeyDictionary[Any, tuple[Fingerprint, Any]] = WeakKeyDictionary()  # by owner, what was made of its weights
+CHECKED = 1 << 20  # numbers of a weight that are compared with the copy at a time
+SAMPLES = 64  # numbers of a weight in a `Fingerprint`
+_MADE: WeakKeyDictionary[Any, tuple[Fingerprint, Any]] = WeakKeyDictionary()  # results of `packed_model` by owner
 
 
 @functools.cache
 def has_onednn_products() -> bool:
-    """Whether this build of PyTorch has oneDNN's products with packed weights, and the CPU is one that they suit."""
+    """Whether this build of PyTorch has oneDNN's products with packed weights, and the CPU is an x86 CPU."""
     return (
         is_x86()
         and torch.backends.mkldnn.is_available()
@@ -65,8 +65,8 @@ def has_half_products() -> bool:
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether rounding a matrix to float16 changes it by less than float32's rounding, relative to its norm. False for
-    one with numbers that are not finite, or too large for float16."""
+    """Whether rounding a matrix to float16 changes the matrix by less than float32's rounding, relative to its norm.
+    False for a matrix with numbers that are not finite, or too large for float16."""
     weight, error, norm = weight.detach(), 0.0, 0.0
     largest = float(torch.linalg.vector_norm(weight, float("inf")))
     if not SMALLEST <= largest <= LARGEST:
@@ -85,8 +85,8 @@ def can_pack(weights: Iterable[Tensor]) -> bool:
 
 
 def pack(weights: Sequence[Tensor]) -> list[Tensor]:
-    """An alias of each weight, which has the copy if there is one; the weights themselves if the copies would take more
-    than SHARE of the free memory, or cannot be allocated. Copies do not follow later changes of their weights."""
+    """An alias of each weight, with the copy as an attribute if a copy was made. Returns the weights themselves if the
+    copies would exceed SHARE of the free memory, or cannot be allocated. Copies do not follow changes of weights."""
     free = free_bytes("cpu")
     most = SHARE * (FREE if free is None else free)
     if 2 * sum(w.numel() for w in weights) > most:  # even if all are copied in 16 bits
@@ -107,8 +107,8 @@ def pack(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def least_rows(weight_OI: Tensor) -> int | None:
-    """The number of rows from which on the product with a weight is faster with a copy in oneDNN's layout; None where
-    this build of PyTorch lacks oneDNN's products."""
+    """The number of rows from which on the product with a weight is faster with a copy in oneDNN's layout; None if this
+    build of PyTorch lacks oneDNN's products."""
     if not has_onednn_products():
         return None
     return LEAST_ROWS if weight_OI.numel() >= LEAST_ELEMENTS else MANY_ROWS
@@ -138,23 +138,23 @@ def copy_of(weight_OI: Tensor, half: bool) -> Any:
 def packed_model(
     owner: Any, weights: Sequence[Tensor], parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Made]
 ) -> Made | None:
-    """What `make` makes of the aliases that `pack` returns for an owner's weights. It is kept until the owner ends or
-    its weights have changed; `parameters` are those that the weights consist of. None if they cannot have copies."""
+    """The result of `make`, called with the aliases that `pack` returns for an owner's weights. The result is cached
+    until the owner ends or a weight changes. The weights consist of `parameters`. None if no copy is possible."""
     if not can_pack(weights):
         _MADE.pop(owner, None)
         return None
     parameters, kept = list(parameters), _MADE.get(owner)
     if kept is None or not kept[0].fits(weights, parameters):
         kept = None
-        _MADE.pop(owner, None)  # frees the old copies before there are new ones
+        _MADE.pop(owner, None)  # frees the old copies before new copies are made
         _MADE[owner] = kept = Fingerprint(weights, parameters), make(pack(weights))
     return kept[1]
 
 
 class Fingerprint:
-    """What differs after weights have changed. `parameters` are those that the weights consist of, which count their
-    changes in place themselves. Writes that are not counted, as those through `.data` and of PyTorch's fused
-    optimizers, are seen if they change one of SAMPLES numbers of a weight that are spread over it."""
+    """A fingerprint of weights, to detect changes. The weights consist of `parameters`, and PyTorch counts in-place
+    changes of parameters. Uncounted writes, as through `.data` and by PyTorch's fused optimizers, are detected if a
+    write changes one of SAMPLES numbers spread over a weight."""
 
     def __init__(self, weights: Sequence[Tensor], parameters: Sequence[Tensor]):
         self.places, self.versions = [w.data_ptr() for w in weights], list(map(version, parameters))
@@ -171,14 +171,14 @@ class Fingerprint:
 
 
 def _spread(weight_OI: Tensor) -> Tensor:
-    """Some numbers of a weight, at most SAMPLES, spread over it: a view, in which later changes of the weight show."""
+    """A view of at most SAMPLES numbers spread over a weight; later changes of the weight show in the view."""
     whole = next((w.view(-1) for w in (weight_OI, weight_OI.mT) if w.is_contiguous()), weight_OI.diagonal())
     return whole[:: whole.numel() // SAMPLES or 1][:SAMPLES]
 
 
 def version(weight: Tensor) -> int:
-    """The number of operations that have changed a tensor in place; 0 for one that counts none, as one that was made
-    in inference mode."""
+    """The number of operations that have changed a tensor in place; 0 for tensors without such a counter, for example
+    tensors made in inference mode."""
     try:
         return weight._version
     except RuntimeError:
@@ -186,8 +186,8 @@ def version(weight: Tensor) -> int:
 
 
 def packed_copy(weight_OI: Tensor, rows: int) -> Any | None:
-    """The copy of a weight for `packed_linear` of so many rows; None if it has none, for rows that are faster without,
-    and if gradients are asked for."""
+    """The copy of a weight for `packed_linear` of `rows` rows; None without a copy, for numbers of rows that are faster
+    without the copy, and if gradients are enabled."""
     copied = rows in getattr(weight_OI, "copied_for", ())
     return weight_OI.packed_copy if copied and not torch.is_grad_enabled() else None
 

@@ -1,4 +1,4 @@
-"""A ring in pinned host memory that a GPU writes to by a kernel, which a CUDA graph may contain, so that the host
+"""A ring in pinned host memory, written by a kernel of the GPU. A CUDA graph may contain the kernel, and the host
 launches no copy."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from fledge.ops.device import use_triton
 
 ENTRIES = 4  # more than the rounds that are launched and not read, at most two (`Batch.round`)
-# memory of rings that are gone, which their devices may still write to
+# memory of deleted rings, with the device that may still write to the memory
 _RETIRED: list[tuple[torch.device, Tensor]] = []
 
 
@@ -22,8 +22,8 @@ class PinnedRing:
     """ENTRIES entries in the host's memory, int64 of a shape. A device writes each value into the next entry; after the
     last one comes the first.
 
-    The host asks for each value's entry with `next`. The value is there when the stream has passed its writing, which
-    an event tells, and until the writing of ENTRIES further ones is launched. For a CPU, the memory is not pinned.
+    The host asks for each value's entry with `next`. The entry holds the value once the stream has passed the write (an
+    event tells when), and until ENTRIES further writes are launched. For a CPU, the memory is not pinned.
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device):
@@ -56,8 +56,8 @@ class PinnedRing:
 
 
 def _free_retired() -> None:
-    """Frees the memory of rings that are gone, after what their devices were doing."""
-    with contextlib.suppress(IndexError):  # none is left, also if another thread frees them too
+    """Frees the memory of deleted rings, after the devices have finished all work."""
+    with contextlib.suppress(IndexError):  # the list is empty, maybe because another thread frees memory too
         while True:
             device, memory = _RETIRED.pop()
             try:

@@ -29,7 +29,7 @@ def _write(
 
 
 def write_triton(values: Tensor, entries: Tensor, written: Tensor) -> None:
-    """Writes values into the entry after the last of the `written` ones, and counts them as one more."""
+    """Writes `values` into the next entry of `entries` after the `written` previous writes, and adds 1 to `written`."""
     _write[(1,)](
         values.contiguous(), entries, written, values.numel(),
         ENTRIES=len(entries), BLOCK=BLOCK, num_warps=4, **dependent_launch(values.device),

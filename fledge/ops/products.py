@@ -9,8 +9,8 @@ products of the platform's library or, on a CPU, `strided_linear`.
 In the kernels, a row of the result does not depend on the other rows, bit by bit, nor on their number among 1 to 8,
 among 9 to FEW_ROWS, among 17 to 32, and among those above. Calls with equal arguments have equal results. The kernels
 accumulate in float32 and round each output once; the definitions round in between, and on a CPU their results may be
-strided. On GPUs from compute capability 9 on, the kernels read weights before the kernel in front of them has ended, so
-that a weight must not be what that kernel writes.
+strided. On GPUs from compute capability 9 on, a kernel reads weights before the previous kernel has ended: the previous
+kernel must not write a weight.
 
 Axes beyond the legend in `fledge.types`: I inputs and O outputs of a product, E width of the norm, F width of the MLP.
 """
@@ -30,7 +30,7 @@ FEW_ROWS = 16  # up to this number, a product computes the norm of its rows itse
 MOST_ROWS = 64  # for more, the products of a library cost little more than reading the weights
 # Up to this number of rows, W xᵀ is faster than x Wᵀ on a CPU: for x Wᵀ, torch's BLAS library first packs the weights,
 # which takes longer than the product itself. A single row is computed as two, because the matrix-vector product reads
-# the weights more slowly than either. For Intel's own CPUs this library (MKL) has other code: x Wᵀ of one to three
+# the weights more slowly than either. For Intel's CPUs, torch's BLAS library (MKL) has other code: x Wᵀ of one to three
 # rows took as long as reading the weights on a Xeon, and W xᵀ twice as long.
 FEW_ROWS_ON_CPU = 0 if is_intel() else 8
 
@@ -146,7 +146,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 def strided_linear(
     x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None
 ) -> Tensor:
-    """`linear` of rows, plus a residual if one is given. The result may be strided: an operation that reads it once
+    """`linear` of rows, plus a residual if given. The result may be strided: an operation that reads the result once
     needs no contiguous copy."""
     rows = x_MI.shape[0]
     if (copy := packed_copy(weight_OI, rows)) is not None:

@@ -4,10 +4,10 @@ A program computes a tile of outputs for 8 to 64 rows of x. The weights are the 
 tiles have 16 or 64 rows on the left and 8 columns on the right, so that few rows of x are padded little. Loads of the
 next steps are under way meanwhile, such that each multiprocessor always waits for some 64 KiB or more.
 
-For up to 16 rows, the columns of a step are divided into parts, which are the batch of a batched product and have sums
-of their own: each warp then multiplies other columns, and its chain of dependent products is short. For more rows,
-these sums would need too many registers and each warp would read the rows from shared memory: one product has all
-columns of a step, and the warps share its outputs. So it is with 128 outputs, which are chains enough.
+For up to 16 rows, the columns of a step are divided into parts, the batch of a batched product with separate sums. Each
+warp then multiplies different columns, and a warp's chain of dependent products is short. For more rows, the separate
+sums would need too many registers and each warp would read the rows from shared memory: one product has all columns of
+a step, and the warps share the outputs. Programs with 128 outputs do the same, as 128 outputs are chains enough.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 from fledge.ops.device import can_wait, shared_memory, with_unit_stride
 from fledge.ops.layer_triton import add_rms_norm_triton
 
-RESERVED = 4096  # bytes of shared memory that are not buffers of the loads
-FINISH = 256  # outputs of a program that adds partial sums
-LINE = 128  # bytes that one prefetch fetches
-MOST_ROWS = 64  # of x that a program has
+RESERVED = 4096  # bytes of shared memory besides the buffers of loads
+FINISH = 256  # outputs of a program of `_finish`
+LINE = 128  # bytes per prefetch
+MOST_ROWS = 64  # rows of x per program
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class ProductTiles:
     """How a product is divided: `rows` rows of x and `outputs` rows of the weight per program, `inputs` columns a step.
 
     All are powers of 2. For a gated product, `outputs` counts the gate and the up rows. The columns of a step are
-    divided into parts of `part` columns, 16 or more, with sums of their own, and these among the warps. With one part,
-    the warps share the outputs, and from 64 outputs and 4 warps on, a Hopper GPU multiplies in groups of 4 warps, which
-    read both operands from shared memory. `stages` - 1 steps are in flight at a time.
+    divided into parts of `part` columns, 16 or more, with separate sums, and the parts are divided among the warps.
+    With one part, the warps share the outputs, and from 64 outputs and 4 warps on, a Hopper GPU multiplies in groups of
+    4 warps, which read both operands from shared memory. `stages` - 1 steps are in flight at a time.
 
-    `splits` programs share the columns of a weight; a second kernel adds their sums in a fixed order. With `dependent`,
-    a program starts before the kernel in front of it ends, and fetches `ahead` columns of its weights into the L2 cache
-    before it waits for that kernel; the weights must not be what that kernel writes. It lets the next kernel start too:
-    at once, or with `late` when its sums are done. Programs of the next kernel that start early gather on the
-    processors that are free first, which then finish last; `late` avoids this. The weights of the last `held` columns
-    are loaded into registers before the wait, for kernels in front that leave the memory idle; but not of a product
-    that computes the norm, and not where columns are shared, are in one part, or the others are no whole steps.
+    `splits` programs share the columns of a weight; a second kernel adds the partial sums in a fixed order. With
+    `dependent`, a program starts before the previous kernel ends, fetches `ahead` columns of the weights into the L2
+    cache, and then waits for the previous kernel, which must not write the weights. The program also lets the next
+    kernel start: at once, or with `late` when the sums are done. Early programs of the next kernel gather on the
+    processors that are free first, and these processors then finish last; `late` avoids this. The weights of the last
+    `held` columns are loaded into registers before the wait, for previous kernels that leave the memory idle. Columns
+    cannot be held if the product computes the norm, with splits or a single part, or if the others are no whole steps.
     """
 
     rows: int = 8
@@ -61,19 +61,19 @@ class ProductTiles:
 
 
 def tile_rows(M: int) -> int:
-    """The rows of x that a program has, of M."""
+    """The rows of x per program, for M rows in all."""
     return 8 if M <= 8 else 16 if M <= 16 else 32 if M <= 32 else MOST_ROWS
 
 
 def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> ProductTiles:
     """The tiles of M rows and a weight [O, I].
 
-    They are the same for all numbers of rows that `tile_rows` rounds to one. A row has one result with any of the
-    numbers of rows that have the same tiles.
+    All numbers of rows with the same `tile_rows` have the same tiles. The result of a row is the same for all numbers
+    of rows with the same tiles.
 
     `bench/few_rows.py --sweep` times other tiles for the matrices of an 8B model. bench/results/few_rows_sweep.json has
-    the best for 1 and 8 rows on an H200, bench/results/many_rows_sweep.json those for 32 and 64, where the products
-    still computed the norm.
+    the best tiles for 1 and 8 rows on an H200. bench/results/many_rows_sweep.json has the best for 32 and 64 rows, from
+    a time when the products still computed the norm.
     """
     if dtype == torch.float32:  # the products then run outside the tensor cores, and need registers
         return ProductTiles(outputs=32, inputs=64, part=16, warps=4, stages=4)
@@ -82,10 +82,10 @@ def tiles_for(O: int, I: int, dtype: torch.dtype, M: int) -> ProductTiles:
 
 
 def _tiles_of_few(O: int, I: int, rows: int) -> ProductTiles:
-    """The tiles of up to 16 rows, in programs that have all of them, so that each weight is read once.
+    """The tiles of up to 16 rows. Each program has all rows, so that each weight is read once.
 
-    Those between 4,096 and 12,288 outputs, and what is `dependent`, `late` and `held`, were chosen by the time of whole
-    rounds. Columns are held of the product after attention, which leaves the memory idle.
+    The tiles between 4,096 and 12,288 outputs, and `dependent`, `late` and `held`, were chosen by the time of whole
+    rounds. The product after attention holds columns, because attention leaves the memory idle.
     """
     if O >= 65536:
         return ProductTiles(rows=rows, outputs=16, inputs=256, warps=4, stages=3, dependent=True, ahead=64, late=True)
@@ -109,9 +109,9 @@ def _tiles_of_few(O: int, I: int, rows: int) -> ProductTiles:
 def _tiles_of_many(O: int, I: int, rows: int) -> ProductTiles:
     """The tiles of more than 16 rows.
 
-    Each program reads its columns of all rows of x, from the L2 cache. This costs `rows` / `outputs` of the bytes of
-    the weights, so that the tiles are wide, and programs share the columns where there would be too few of them. The
-    stages, and what is `dependent`, were chosen by the time of whole rounds.
+    Each program reads columns of all rows of x, from the L2 cache. The reads of x are `rows` / `outputs` of the bytes
+    of the weights. Tiles are therefore wide, and where programs would be too few, programs share the columns. The
+    values of `stages` and `dependent` were chosen by the time of whole rounds.
     """
     if O >= 32000:
         return ProductTiles(rows=rows, outputs=128, inputs=128, part=128, warps=8, stages=4, dependent=True, ahead=256)
@@ -181,9 +181,9 @@ def _sums(
     I: tl.constexpr, BI: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
     DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr, LINE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of products [outputs, rows] over STEPS * BI columns from `first`, and those of the squares of x [rows].
+    """The sums of products [outputs, rows] over STEPS * BI columns from `first`, and the sums of squares of x [rows].
 
-    Columns past I count as zeros; there are none if EVEN.
+    Columns past I count as zeros; with EVEN, no column is past I.
     """
     k = first + tl.arange(0, BI)
     w_ptrs = w_ptr + row.to(tl.int64)[:, None] * sw + k[None, :]
@@ -219,9 +219,9 @@ def _sums_of_parts(
     NORM: tl.constexpr, DEPENDENT: tl.constexpr, LATE: tl.constexpr, AHEAD: tl.constexpr,
     LINE_ELEMENTS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """`_sums`, where each of PARTS parts of a step has sums of its own until the end.
+    """`_sums`, where each of PARTS parts of a step has separate sums until the end.
 
-    HELD more columns follow, which are a step of their own. Their weights are loaded into registers before the wait.
+    HELD more columns follow as an additional step, whose weights are loaded into registers before the wait.
     """
     BP: tl.constexpr = BI // PARTS
     HP: tl.constexpr = HELD // PARTS
@@ -263,7 +263,7 @@ def _sums_of_parts(
 
 
 # M is no constant and x always begins at a multiple of 16 bytes: one kernel serves any number of rows of the same
-# tiles, so that the order of its sums does not depend on it.
+# tiles, and the order of sums does not depend on the number of rows.
 @triton.jit(do_not_specialize=["M", "O"])
 def _product(
     x_ptr, gain_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, square_ptr, M, O, sw, sr, eps,
@@ -275,7 +275,7 @@ def _product(
     """BO rows of the weight times BM rows of x, in steps of BI columns, of PARTS parts each.
 
     O counts the outputs: half the rows of a gated weight. With SPLITS > 1, stores the sums of a share of the columns in
-    [SPLITS, M, rows of the weight] and those of the squares of x in [SPLITS, M].
+    [SPLITS, M, rows of the weight] and the sums of squares of x in [SPLITS, M].
     """
     m = tl.program_id(0) * BM + tl.arange(0, BM)  # first, so that programs of the same weights run at the same time
     split = tl.program_id(2)
@@ -320,7 +320,7 @@ def _finish(
     I: tl.constexpr, BO: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of BO outputs of a row, in their order."""
+    """Adds the partial sums of BO outputs of a row, in the order of the splits."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -347,10 +347,10 @@ def _finish_and_norm(
     part_ptr, bias_ptr, residual_ptr, gain_ptr, out_ptr, normed_ptr, M, O, sr, eps,
     BO: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of a row, in their order, and the residual; stores the sum and its norm. BO is O or more.
+    """Adds the partial sums of a row, by split, and the residual; stores the sum and its norm. BO is O or more.
 
-    What the product does not write is read before the wait for it: the product itself has waited for the kernel that
-    wrote the residual before it let this one start.
+    Residual, gain and bias are read before the wait for the product: the product lets this kernel start only after
+    waiting for the kernel that wrote the residual.
     """
     m, o = tl.program_id(0).to(tl.int64), tl.arange(0, BO)
     inside = o < O
@@ -377,10 +377,10 @@ def product(
     x_MI: Tensor, weight_RI: Tensor, bias_R: Tensor | None = None, *, gain_I: Tensor | None = None, eps: float = 0.0,
     residual_MO: Tensor | None = None, gated: bool = False, tiles: ProductTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """The functions of `ops.products`, but `linear_add_norm`; returns [M, O], with O = R, or R / 2 if `gated`.
+    """The functions of `ops.products`, except `linear_add_norm`; returns [M, O], with O = R, or R / 2 if `gated`.
 
-    `gain_I` and `eps` ask for the norm before the product. `tiles` are those of `tiles_for` unless given. Rows of x may
-    be strided, which copies them. Raises ValueError if a row of the weight is not contiguous.
+    `gain_I` and `eps` ask for the norm before the product. `tiles` None chooses tiles by `tiles_for`. Strided rows of x
+    are copied. Raises ValueError if a row of the weight is not contiguous.
     """
     return _compute(x_MI, weight_RI, bias_R, gain_I, eps, residual_MO, gated, tiles, None)[0]
 
@@ -389,8 +389,8 @@ def product_norm(
     x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_MO: Tensor, gain_O: Tensor, eps: float,
     tiles: ProductTiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`product`, and the norm of the result [M, O], which the kernel that adds partial sums computes, or one of its
-    own."""
+    """`product`, and the norm of the result [M, O]. The norm is computed by the kernel that adds partial sums, or by a
+    separate kernel."""
     after = gain_O.contiguous(), eps
     out_MO, normed_MO = _compute(x_MI, weight_OI, bias_O, None, 0.0, residual_MO, False, tiles, after)
     if normed_MO is None:
@@ -402,7 +402,7 @@ def _compute(
     x_MI: Tensor, weight_RI: Tensor, bias_R: Tensor | None, gain_I: Tensor | None, eps: float,
     residual_MO: Tensor | None, gated: bool, tiles: ProductTiles | None, after: tuple[Tensor, float] | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`product`, and the norm of the result with the gain and epsilon `after`, where partial sums are added."""
+    """`product`, and if partial sums are added, the norm of the result with the gain and epsilon `after`; else None."""
     (M, I), R = x_MI.shape, weight_RI.shape[0]
     if weight_RI.stride(1) != 1 and I > 1:
         raise ValueError("a product of few rows needs a weight whose rows are contiguous")
@@ -450,7 +450,7 @@ def _compute(
 
 @functools.cache
 def _tiles(O: int, I: int, M: int, dtype: torch.dtype, device: torch.device) -> ProductTiles:
-    """`tiles_for`, in the shared memory of the device and with what it supports."""
+    """`tiles_for`, limited to the device's shared memory and supported features."""
     tiles = tiles_for(O, I, dtype, M)
     if device.type != "cuda":  # the interpreter holds columns, without a wait
         return replace(tiles, dependent=False)

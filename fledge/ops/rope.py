@@ -14,10 +14,10 @@ from fledge.ops.device import use_triton
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies, float32 [rotated // 2], and the attention factor that multiplies cos and sin.
 
-    `linear` divides all frequencies by the factor (Chen et al. 2023). `llama3` divides those of long wavelengths, keeps
-    those of short ones, and interpolates between. `yarn` does the same with a linear ramp over the dimensions (Peng et
-    al. 2023). `longrope` divides each frequency by a factor of its own (Ding et al. 2024). Raises ValueError if the
-    number of rotated dimensions is odd or 0, if longrope's list has the wrong length, and if contradictory fields
+    `linear` divides all frequencies by the factor (Chen et al. 2023). `llama3` divides the frequencies of long
+    wavelengths, keeps short wavelengths, and interpolates between. `yarn` does the same with a linear ramp over the
+    dimensions (Peng et al. 2023). `longrope` divides by a factor per frequency (Ding et al. 2024). Raises ValueError if
+    the number of rotated dimensions is odd or 0, if longrope's list has the wrong length, and if contradictory fields
     give a frequency that is not finite.
     """
     dim = int(head_dim * rope.partial_rotary_factor)

@@ -131,27 +131,25 @@ def coupled(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: 
 def filter_top(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """Top-k, then top-p, as TopKLogitsWarper and TopPLogitsWarper of transformers.
 
-    Keeps of each row the k highest scores and those equal to the k-th, and of these all but the least likely ones whose
-    probabilities add up to at most 1 - p; the likeliest token always. Which of equal scores top-p keeps is open in
-    transformers; here those with lower ids go first, so that the choice does not depend on the batch. `top_k_B` (int64;
-    0 keeps all) and `top_p_B` (float64; 1 keeps all) are those of the rows of each request. Scores are float32 or
-    float64, and must not be NaN.
+    Top-k keeps the k highest scores of each row and all scores equal to the k-th. Top-p then removes the least likely
+    tokens whose probabilities add up to at most 1 - p, but never the likeliest token. Among equal scores, top-p removes
+    lower ids first, so that the choice does not depend on the batch; transformers leaves the choice open. `top_k_B`
+    (int64; 0 keeps all) and `top_p_B` (float64; 1 keeps all) have an entry per request. Scores are float32 or float64,
+    and must not be NaN.
 
-    The definition sorts. The kernels, for float32 rows of up to MOST_TOKENS on a GPU, search for the lowest score that
-    is kept. Sums of probabilities are rounded in different ways, so that the two may differ in tokens at whose
-    probabilities the sum is 1 - p up to rounding. The kernels add integers: equal rows have equal results, in any
-    batch. Nothing waits for the device.
+    The definition sorts. The kernels, for float32 rows of up to MOST_TOKENS on a GPU, search for the lowest kept score.
+    Kernels and definition round sums of probabilities differently, and may differ in tokens at which the sum is 1 - p
+    up to rounding. The kernels add integers: equal rows have equal results, in any batch. Nothing waits for the device.
     """
     if use_triton(scores_BNV) and scores_BNV.dtype == torch.float32 and scores_BNV.shape[-1] <= MOST_TOKENS:
         from fledge.ops.top_filter_triton import filter_top_triton
 
         with current_device(scores_BNV.device):
             return filter_top_triton(scores_BNV, top_k_B, top_p_B)
-    # what each filter leaves out becomes -inf, which the sorted values have first; sums run from the least likely token
-    # up, as in transformers
+    # removed scores become -inf, and -inf sorts first; sums run from the least likely token up, as in transformers
     V = scores_BNV.shape[-1]
     ascending = _sorted(scores_BNV)
-    # the k-th highest score; without a limit the lowest, below which nothing is
+    # the k-th highest score; without a limit, the lowest score
     top_k_B = top_k_B.where(top_k_B > 0, V).clamp_max(V)
     lowest = ascending.gather(-1, (V - top_k_B)[:, None, None].expand(-1, ascending.shape[1], 1))
     scores_BNV = scores_BNV.masked_fill(scores_BNV < lowest, -torch.inf)

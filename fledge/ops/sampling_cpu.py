@@ -6,9 +6,9 @@ Where top-k or top-p leaves few tokens, `filtered_argmax` finds and draws among 
 
 A token v with score s_v and uniform u_v has the value s_v - log(E_v), with E_v = -log(u_v). If L is the value of the
 token with the highest score, v wins only if E_v <= exp(s_v - L). Since 1 - u_v <= E_v, so must 1 - u_v be: a comparison
-of the upper bits of v's random number with a threshold, without logarithms. The few tokens that remain are compared by
-their values. Where these are nearly equal, so that another rounding of the logarithm could change the order, the row is
-left to the definition.
+of the upper bits of v's random number with a threshold, without logarithms. The few remaining tokens are compared by
+value. If two values are so close that another rounding of the logarithm could change the order, the row is left to the
+definition.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _can_win(score_MV: NDArray, states: Sequence[int], levels: Sequence[float]) 
     counter, start = _counters(V), np.array([state & ALL for state in states], dtype=np.uint64)[:, None]
     level = np.array(levels, dtype=score_MV.dtype)[:, None]
     for first in range(0, V, BLOCK):
-        # SplitMix64's finaliser without its last step, which changes bit 32 and those below only
+        # SplitMix64's finaliser without the last step, as the last step changes only bits 0 to 32
         x = counter[first : first + BLOCK] + start
         x ^= x >> _30
         x *= _FIRST

@@ -1,19 +1,19 @@
 """`filter_top` in Triton, without a sort.
 
-Tokens are ordered by score and, where scores are equal, by id. What is kept of a row is what does not come before one
-place of this order, which is found in three steps:
+Tokens are ordered by score and, where scores are equal, by id. A row keeps the tokens from one place of the order on.
+The place is found in three steps:
 
-1. The tokens are counted in LEVELS levels by their distance from the largest score. (The last level has all that are
-   further away than `_reach`.)
-2. With top-k, the counts tell the level of the k-th score, and the ids of its tokens and of all above it are gathered.
-   With top-p alone, they bound the sum of weights exp(score - largest) of each level, and so the levels in which the
-   sum can exceed 1 - p of all. The ids of these are gathered, mostly of some hundreds of tokens, and the weights of all
-   and of those below are added.
-3. One program per row finds the k-th score among them, and then the place where the sum of weights exceeds 1 - p of
-   all, by bisection.
+1. The tokens are counted in LEVELS levels by distance from the largest score. The last level has all tokens further
+   away than `_reach`.
+2. With top-k, the counts tell the level of the k-th score, and the ids of this level and all higher levels are
+   gathered. With top-p alone, the counts bound the sum of weights exp(score - largest) of each level, and so the levels
+   in which the sum can exceed 1 - p of the total. The ids of these levels are gathered, mostly some hundreds, and the
+   total weight and the weight of lower levels are added up.
+3. One program per row finds the k-th score among the gathered ids, and then the place where the sum of weights exceeds
+   1 - p of the total, by bisection.
 
-Weights are integers, multiples of 2^-40 of the largest, so that their sums are exact and do not depend on an order.
-Rounding elsewhere can change which ids are gathered, but not the place.
+Weights are integers, multiples of 2^-40 of the largest weight: sums are exact and do not depend on an order. Rounding
+elsewhere can change the gathered ids, but not the place.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fledge.ops.topk_triton import _in_order, ordered
 
 CHUNK = 2048  # scores of a program
 LEVELS = tl.constexpr(256)
-FEW, GATHERED = 512, 8192  # ids that a program searches at a time: if there are no more than FEW, and if there are
+FEW, GATHERED = 512, 8192  # ids that a program searches at a time: with up to FEW gathered ids, and with more
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # less and more than every score as an integer
 ONE = tl.constexpr(float(2**40))  # the weight of the largest score
-WEIGHTLESS = tl.constexpr(28.0)  # nats below it, from which on weights are 0: more than 40 ln 2
+WEIGHTLESS = tl.constexpr(28.0)  # nats below the largest score from which on weights are 0: more than 40 ln 2
 ROUNDING = tl.constexpr(1e-4)  # more than the relative rounding errors of a bound of weights
 
 
@@ -49,7 +49,7 @@ def _weight(x, top):
 def _tops(
     x_ptr, top_ptr, total_ptr, count_ptr, found_ptr, mass_ptr, sx, V, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """The largest score of a chunk, and the sum of exp(score - largest). The first program of a row clears its sums."""
+    """The largest score of a chunk, and the sum of exp(score - largest). A row's first program clears its sums."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -67,8 +67,8 @@ def _tops(
 
 @triton.jit
 def _reach(total, k, p, V):
-    """How many nats below the largest score the last level begins. With top-k, where weights are 0. Else where all
-    weights from there on are less than 1/64 of what top-p leaves out. `total` is the sum of weights, up to rounding."""
+    """The nats from the largest score down to the last level. With top-k, the last level has weights of 0, else less
+    than 1/64 of the weight that top-p removes. `total` is the sum of weights, up to rounding."""
     left_out = tl.maximum((1.0 - p).to(tl.float32) * total, 1e-30)
     return tl.where(k > 0, WEIGHTLESS, tl.minimum(tl.log(64.0 * V / left_out), WEIGHTLESS))
 
@@ -78,8 +78,8 @@ def _counts(
     x_ptr, top_ptr, total_ptr, k_ptr, p_ptr, scale_ptr, count_ptr, sx, V, N,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the numbers of a chunk's scores in each level to those of its row. The row's largest score (0 if all are
-    -inf) and its levels per nat are stored too, so that the next kernels have the very same levels."""
+    """Adds the numbers of a chunk's scores in each level to the row's counts. Also stores the row's largest score (0 if
+    all are -inf) and the row's levels per nat: the next kernels thus use exactly the same levels."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -103,7 +103,7 @@ def _counts(
 
 @triton.jit
 def _bounds(scale_ptr, count_ptr, k_ptr, p_ptr, bound_ptr, V, N, DEPENDENT: tl.constexpr):
-    """The first and the last level of a row of which ids are gathered."""
+    """The first and the last level of a row whose ids are gathered."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -113,12 +113,13 @@ def _bounds(scale_ptr, count_ptr, k_ptr, p_ptr, bound_ptr, V, N, DEPENDENT: tl.c
     if k > 0:
         last = tl.min(tl.where(tl.cumsum(count, 0) >= tl.minimum(k, V), level, LEVELS - 1), 0)
     elif p < 1.0:
-        # the most and the least that the weights of each level add up to
+        # upper and lower bounds of the sum of weights of each level
         nearest, furthest = level / per_nat, (level + 1) / per_nat
         most = count * tl.where(nearest > WEIGHTLESS, 0.0, tl.exp(-nearest)) * (1 + ROUNDING)
         least = count * tl.where(level < LEVELS - 1, tl.maximum(tl.exp(-furthest) - 1 / ONE, 0.0), 0.0)
         rest = (1.0 - p).to(tl.float32)
-        # the place is not above a level if it and those below are more than fits, and above it if they surely fit
+        # the place is in or below a level if that level and all lower levels surely exceed the weight to remove, and
+        # above the level if their weights surely do not exceed it
         first = tl.max(tl.where(tl.cumsum(least, 0, reverse=True) > rest * tl.sum(most, 0), level, 0), 0)
         last = tl.min(tl.where(tl.cumsum(most, 0, reverse=True) <= rest * tl.sum(least, 0), level, LEVELS), 0) - 1
     tl.store(bound_ptr + 2 * row, first)
@@ -130,8 +131,8 @@ def _gather(
     x_ptr, scale_ptr, k_ptr, p_ptr, bound_ptr, found_ptr, mass_ptr, id_ptr, sx, V, N,
     CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the ids of a chunk that are in the levels to search to those of its row, in any order; and with top-p alone
-    the weights of all its scores, and of those in the levels below."""
+    """Appends a chunk's ids in the levels to search to the row's gathered ids, in any order. With top-p alone, also
+    adds the total weight of the chunk, and the weight of lower levels, to the row's sums."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -156,7 +157,7 @@ def _gather(
 
 @triton.jit
 def _read(x_ptr, id_ptr, top, at, found, GATHERED: tl.constexpr):
-    """Gathered ids, their scores as ordered integers, and their weights; less than all scores and 0 behind the last."""
+    """Gathered ids, scores as ordered integers, and weights. Past the last id, scores are LOWEST and weights 0."""
     j = at + tl.arange(0, GATHERED)
     i = tl.load(id_ptr + j, mask=j < found, other=0)
     x = tl.load(x_ptr + i, mask=j < found, other=float("-inf"))
@@ -165,7 +166,7 @@ def _read(x_ptr, id_ptr, top, at, found, GATHERED: tl.constexpr):
 
 @triton.jit
 def _range(first, x_ptr, id_ptr, top, found, GATHERED: tl.constexpr):
-    """The lowest and the largest gathered score. `first` are the scores of the first ids, which are in registers."""
+    """The lowest and the largest gathered score. `first` are the scores of the first ids, held in registers."""
     lowest, largest = tl.min(tl.where(first > LOWEST, first, HIGHEST), 0), tl.max(first, 0)
     for at in range(GATHERED, found, GATHERED):
         _, score, _ = _read(x_ptr, id_ptr, top, at, found, GATHERED)
@@ -176,13 +177,13 @@ def _range(first, x_ptr, id_ptr, top, found, GATHERED: tl.constexpr):
 
 @triton.jit
 def _middle(start, end):
-    """The integer halfway from `start` up to a larger `end`, not `start` itself."""
+    """The integer halfway from `start` up to a larger `end`, always above `start`."""
     return ((start.to(tl.int64) + end + 1) >> 1).to(tl.int32)
 
 
 @triton.jit
 def _count(low, first, x_ptr, id_ptr, top, found, GATHERED: tl.constexpr):
-    """How many gathered scores are at least `low`."""
+    """The number of gathered scores that are at least `low`."""
     count = tl.sum((first >= low).to(tl.int32), 0)
     for at in range(GATHERED, found, GATHERED):
         _, score, _ = _read(x_ptr, id_ptr, top, at, found, GATHERED)
@@ -202,7 +203,7 @@ def _mass(low, high, first, weights, x_ptr, id_ptr, top, found, GATHERED: tl.con
 
 @triton.jit
 def _equal_before(end, value, first, ids, x_ptr, id_ptr, top, found, GATHERED: tl.constexpr):
-    """How many gathered scores that equal `value` have an id below `end`."""
+    """The number of gathered scores equal to `value` with an id below `end`."""
     count = tl.sum(((first == value) & (ids < end)).to(tl.int32), 0)
     for at in range(GATHERED, found, GATHERED):
         i, score, _ = _read(x_ptr, id_ptr, top, at, found, GATHERED)
@@ -212,12 +213,12 @@ def _equal_before(end, value, first, ids, x_ptr, id_ptr, top, found, GATHERED: t
 
 @triton.jit
 def _place(k, p, total, below, x_ptr, id_ptr, top, found, V, GATHERED: tl.constexpr):
-    """The lowest score that a row keeps, and from which id on this score is kept. With top-k, `total` and `below` are
-    not read."""
+    """The lowest kept score of a row, and the first kept id with this score. With top-k, `total` and `below` are not
+    read."""
     ids, first, weights = _read(x_ptr, id_ptr, top, 0, found, GATHERED)
     lowest, largest = _range(first, x_ptr, id_ptr, top, found, GATHERED)
     start = tl.full((), 0, tl.int32)
-    if k > 0:  # the largest number that so many scores reach
+    if k > 0:  # the largest number that at least `enough` scores reach
         enough, end = tl.minimum(k, V), largest
         while lowest < end:
             middle = _middle(lowest, end)
@@ -228,15 +229,15 @@ def _place(k, p, total, below, x_ptr, id_ptr, top, found, V, GATHERED: tl.conste
         if k > 0:
             total = _mass(lowest, HIGHEST, first, weights, x_ptr, id_ptr, top, found, GATHERED)
             below = tl.zeros_like(total)
-        left = ((1.0 - p) * total.to(tl.float64)).to(tl.int64) - below  # what may be left out of the gathered ones
-        # the largest number, but no larger than the largest score, below which no more is
+        left = ((1.0 - p) * total.to(tl.float64)).to(tl.int64) - below  # the weight to remove from the gathered scores
+        # the largest number, up to the largest score, with at most the weight `left` below the number
         value, end = lowest, largest
         while value < end:
             middle = _middle(value, end)
             less = _mass(lowest, middle, first, weights, x_ptr, id_ptr, top, found, GATHERED)
             end = tl.where(less <= left, end, middle - 1)
             value = tl.where(less <= left, middle, value)
-        # of the scores that equal it, those with the lowest ids, as many as fit, but one stays
+        # scores equal to `value` are removed from the lowest id up, as many as `left` allows, except one
         left -= _mass(lowest, value, first, weights, x_ptr, id_ptr, top, found, GATHERED)
         each = _weight(_in_order(value).to(tl.float32, bitcast=True), top)
         equal = _equal_before(V, value, first, ids, x_ptr, id_ptr, top, found, GATHERED)
@@ -299,11 +300,11 @@ def filter_top_triton(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> T
         return out
     chunk = min(max(triton.next_power_of_2(V), 128), CHUNK)
     chunks = triton.cdiv(V, chunk)
-    # not views of fewer tensors, whose alignment would depend on M, so that kernels would be compiled again
+    # not views of fewer tensors: their alignment would depend on M, and kernels would be compiled again
     tops, totals, scale = (torch.empty(M, n, dtype=torch.float32, device=device) for n in (chunks, chunks, 2))
     count, found, bound, place = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (LEVELS.value, 1, 2, 2))
     mass = torch.empty(M, 2, dtype=torch.int64, device=device)
-    ids = out.view(torch.int32)  # the memory of the result holds the gathered ids until then
+    ids = out.view(torch.int32)  # the memory of the result holds the gathered ids until `_apply`
     k, p, sx, options = top_k_B.contiguous(), top_p_B.contiguous(), x.stride(0), dependent_launch(device)
     each = dict(CHUNK=chunk, num_warps=4, **options)
     _tops[(chunks, M)](x, tops, totals, count, found, mass, sx, V, **each)

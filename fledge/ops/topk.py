@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fledge.ops.device import use_triton
 
-MOST = 32  # the largest k of the kernels, which take one number after the other
+MOST = 32  # the largest k of the kernels, which extract a number per pass
 
 
 def argmax_rows(x: Tensor, ids_V: Tensor | None = None) -> Tensor:

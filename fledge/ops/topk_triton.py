@@ -1,8 +1,8 @@
-"""The operations of `ops.topk` in Triton: one program per chunk of a row, then one per row for what these find.
+"""The operations of `ops.topk` in Triton: a program per chunk of a row, then a program per row for the chunks' results.
 
-Of `largest` and `likeliest`, a number and its place are one integer, a key: of two keys, the larger one has the larger
-number or, of equal numbers, the first place. All keys of a row are distinct, so that the largest can be found and taken
-out k times, in registers. A row's results do not depend on the other rows.
+In `largest` and `likeliest`, a number and its place are one integer, a key: the larger of two keys has the larger
+number or, of equal numbers, the first place. All keys of a row are distinct: the largest key can be found and removed k
+times, in registers. A row's results do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fledge.ops.device import dependent_launch, with_unit_stride
 
-CHUNK = 8192  # numbers of a program of the argmax
+CHUNK = 8192  # numbers per program of the argmax
 NOWHERE = tl.constexpr(2147483647)
 BLOCK = 2048  # numbers of a chunk
 NOTHING = tl.constexpr(-(2**63))  # less than the key of -inf
@@ -23,8 +23,8 @@ LOWER_BITS = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _first_largest(x, at):
-    """The largest of some float32 numbers, and its place; of equal ones, the first place. NaN counts as -inf, so that
-    the place always is one of theirs."""
+    """The largest of float32 numbers `x`, and its place, the first among equal numbers. NaN counts as -inf, so that the
+    place is always in `at`."""
     x = tl.where(x == x, x, float("-inf"))
     best = tl.max(x, 0)
     return best, tl.min(tl.where(x == best, at, NOWHERE), 0)
@@ -35,7 +35,7 @@ def _argmax_of_chunk(
     x_ptr, best_ptr, at_ptr, ids_ptr, out_ptr, sx, V,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, IDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The largest number of a chunk, float32, and its place, int32; each [M, chunks]. Of a WHOLE row, the result."""
+    """The largest number of a chunk, float32, and its place, int32, each [M, chunks]; for a WHOLE row, the result."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -96,7 +96,7 @@ def ordered(x):
     """int32 numbers in the same order as float32 numbers; equal for equal ones, and largest for NaN."""
     x = tl.where(x == 0, 0.0, x)  # -0 equals 0
     bits = x.to(tl.int32, bitcast=True)
-    # one NaN, above +inf, chosen by its bits: compilers do not tell one NaN from another
+    # all NaN become one NaN above +inf, set by bits: compilers do not distinguish NaN values
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
     return _in_order(bits)
 

@@ -52,14 +52,14 @@ class GradientSums:
     """Accumulates parameter gradients outside autograd over the chunks of slots of one training row.
 
     Kernels that receive a `GradientSums` add a weight's gradient to `weight.grad` inside the GEMM that computes it
-    (`add_product`), and return None to autograd. A weight that is used in K steps then needs no K additions over its
-    gradient. All other gradients reach `.grad` through autograd.
+    (`add_product`), and return None to autograd. The gradient of a weight used in K steps then needs no K separate
+    additions. All other gradients reach `.grad` through autograd.
 
     A 16-bit sum loses small addends, so `end_chunk` adds the 16-bit `.grad`s to float32 sums every few chunks, and
     `finish` rounds the totals once.
     """
 
-    CHUNKS = 4  # chunks that are summed in 16 bits before they are added to the float32 sums
+    CHUNKS = 4  # chunks that are summed in 16 bits before an addition to the float32 sums
 
     def __init__(self, parameters: Iterable[nn.Parameter], head: nn.Parameter | None = None):
         """The loss accumulates the gradient of `head` in float32 from the start, in `head_sum`.
@@ -105,7 +105,7 @@ class GradientSums:
         self.pending_chunks = 0
 
     def finish(self) -> None:
-        """Stores the totals in the parameters' `.grad`. Gradients that were there before the row are included."""
+        """Stores the totals in the parameters' `.grad`. Gradients from before the row are included."""
         if self.sums_float32:
             self._add_to_float32()
             for p, total in zip(self.parameters_16bit, self.sums_float32, strict=True):

@@ -1,4 +1,4 @@
-"""Draft trees between the passes of a round: how they grow, where their nodes go, and which nodes are accepted.
+"""Draft trees between the passes of a round: growth, slots of nodes, and acceptance.
 
 Each operation has a definition in plain torch and one Triton kernel with the same results, bit by bit. Nothing waits
 for the device.
@@ -16,27 +16,27 @@ from fledge.ops.attention_tree import Visible, VisibleBits, VisibleChain
 from fledge.ops.device import use_triton
 from fledge.types import Tree, Verdict
 
-MOST_WIDTH = 32  # of the trees of the kernel of `add_level`, which compares the children of a level in pairs
-MOST_CANDIDATES = 8192  # scored nodes of a tree, which the kernel of `best_nodes` holds in one program
-MOST_NODES = 4096  # of a tree, which the kernel of `accept_own` holds in one program
+MOST_WIDTH = 32  # limit of the kernel of `add_level`, which compares the children of a level in pairs
+MOST_CANDIDATES = 8192  # scored nodes of a tree; limit of the kernel of `best_nodes`, with one program per tree
+MOST_NODES = 4096  # nodes of a tree; limit of the kernel of `accept_own`, with one program per tree
 
 
 @dataclass(frozen=True)
 class Candidates:
     """The P scored nodes below the roots of B dynamic trees (EAGLE-2, Li et al. 2024, arXiv:2406.16858, section 4), in
-    the order in which they were scored.
+    the order of scoring.
 
     A tree grows by levels. Each node is scored by its cumulative log-probability, the best nodes of a level are
-    expanded, and the best of all scored nodes make the tree. Of equal scores, the one that was scored first is better,
-    so that every parent stands before its children; NaN is better than every number.
+    expanded, and the best of all scored nodes make the tree. Of nodes with equal scores, the node scored first ranks
+    higher, so that every parent ranks before its children; NaN ranks above every number.
 
-    First come the w = `width` likeliest children of the root. At each level but the last of `levels`, the w best nodes
-    are then expanded, of which there are X in all, and w children of each are scored. So the children of the e-th
+    First come the w = `width` likeliest children of the root. At each level except the last of `levels`, the w best
+    nodes are then expanded, X nodes in all, and w children of each expanded node are scored. The children of the e-th
     expanded node, counted from 0, have the places from w (e + 1) on.
 
     `score_BP` (float32) are cumulative log-probabilities, `token_BP` (int64) draft ids, and `place_BX` (int64) the
-    places of the expanded nodes. `seen_BXJ` (int64) says which expanded nodes each of these sees, its ancestors and
-    itself, as J words of bits (`pack_bits`).
+    places of the expanded nodes. `seen_BXJ` (int64) are the expanded nodes that each expanded node sees, its ancestors
+    and itself, as J words of bits (`pack_bits`).
     """
 
     width: int
@@ -48,7 +48,7 @@ class Candidates:
 
     @classmethod
     def empty(cls, requests: int, levels: int, width: int, device: torch.device) -> Candidates:
-        """Room for the nodes of trees of so many levels, nothing of which is initialized."""
+        """Uninitialized tensors for the nodes of trees of `levels` levels."""
         X = (levels - 1) * width
         score_BP = torch.empty(requests, width + X * width, dtype=torch.float32, device=device)
         whole = dict(dtype=torch.int64, device=device)
@@ -56,11 +56,11 @@ class Candidates:
         return cls(width, levels, score_BP, torch.empty(score_BP.shape, **whole), place_BX, seen_BXJ)
 
     def seen(self, level: int) -> Tensor:
-        """The words of the nodes of a level below the root, counted from 0, that are expanded, [B, w, J]."""
+        """The words of the expanded nodes of a level, counted from 0 below the root, [B, w, J]."""
         return self.seen_BXJ[:, level * self.width : (level + 1) * self.width]
 
     def place(self, level: int) -> Tensor:
-        """The places of these nodes, [B, w]."""
+        """The places of the expanded nodes of a level, [B, w]."""
         return self.place_BX[:, level * self.width : (level + 1) * self.width]
 
     def begin(self, level: int) -> int:
@@ -71,16 +71,16 @@ class Candidates:
 def add_level(
     found: Candidates, level: int, logp_BMw: Tensor, token_BMw: Tensor, ids_W: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Scores the nodes of a level, counted from 0 below the root, and chooses the w best of them, in descending order,
-    to be expanded next.
+    """Scores the nodes of a level, counted from 0 below the root, and chooses the w best nodes, in descending order, to
+    be expanded next.
 
     `logp_BMw` (float32) and `token_BMw` (int64) are the log-probabilities and draft ids of the w likeliest children of
-    the nodes that were expanded last, in their order (M = w, or 1 for the root), or of all of them alike (M = 1).
+    the nodes expanded last: of each node in order (M = w, or 1 for the root), or the same for all nodes (M = 1).
     `ids_W` (int64) are the target's ids of the draft's tokens.
 
-    Fills in the level's scores and tokens, and the places and the visibility of the chosen nodes. Returns, of these,
-    the target's ids, and as which row their parents were expanded among the rows of all requests, int64 [B, w] each;
-    None at the last level, from which no node is expanded.
+    Fills in the level's scores and tokens, and the places and the visibility of the chosen nodes. Returns the target's
+    ids of the chosen nodes, and the rows of their parents among the last pass's rows of all requests, int64 [B, w]
+    each; None at the last level, where no node is chosen.
     """
     if use_triton(found.score_BP) and found.width <= MOST_WIDTH:
         from fledge.ops.trees_triton import add_level_triton
@@ -105,10 +105,10 @@ def add_level(
 
 
 def best_nodes(found: Candidates, nodes: int, root_B: Tensor, ids_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The trees of the roots (target ids, int64) and the best `nodes` - 1 scored nodes, or all if there are fewer.
+    """The trees of the roots (target ids, int64) and the best `nodes` - 1 scored nodes, or all scored nodes if fewer.
 
-    Returns, of the N nodes of each tree in the order of their places, the root first, the target's ids, the nodes'
-    parents (-1 for the root's), and as which expanded node each was expanded (-1: it was not), int64 [B, N] each.
+    The N nodes of each tree are in the order of places, the root first. Returns the nodes' target ids, the nodes'
+    parents (-1 for the root's), and each node's index among the expanded nodes (-1: not expanded), int64 [B, N] each.
     """
     if use_triton(found.score_BP) and found.score_BP.shape[1] <= MOST_CANDIDATES:
         from fledge.ops.trees_triton import best_nodes_triton
@@ -120,7 +120,7 @@ def best_nodes(found: Candidates, nodes: int, root_B: Tensor, ids_W: Tensor) -> 
     node_Bn = torch.arange(1, n + 1, device=device).expand(B, n)
     node_BP = torch.zeros_like(order_BP).scatter_(1, best_Bn, node_Bn)
     slot_BP = torch.full_like(order_BP, -1).scatter_(1, found.place_BX, torch.arange(X, device=device).expand(B, X))
-    # behind each expanded node, that of its parent; what is in front of the first one stands for the root
+    # the tree index of each expanded node as a parent, with the root's index 0 in front
     parent_B1X = torch.cat([torch.zeros_like(root_B)[:, None], node_BP.gather(1, found.place_BX)], dim=1)
     token_BN = torch.cat([root_B[:, None], ids_W[found.token_BP.gather(1, best_Bn)]], dim=1)
     parent_BN = F.pad(parent_B1X.gather(1, best_Bn // found.width), (1, 0), value=-1)
@@ -128,10 +128,10 @@ def best_nodes(found: Candidates, nodes: int, root_B: Tensor, ids_W: Tensor) -> 
 
 
 def _best_first(score_Bn: Tensor) -> Tensor:
-    """The places of the scores of each row in descending order, of equal ones in ascending order; NaN is largest.
+    """The places of each row's scores in descending order of scores, then ascending order of places; NaN is largest.
 
-    Sorts of long rows on a GPU order NaN by their bits, and a sum has other NaN there than its terms. So all are
-    replaced by one.
+    On a GPU, sorts of long rows order NaN values by their bits, and sums produce other NaN bits than the terms. All
+    NaN values are therefore replaced by the same NaN.
     """
     one_nan_Bn = score_Bn.masked_fill(score_Bn.isnan(), torch.nan)
     return one_nan_Bn.sort(dim=1, descending=True, stable=True).indices
@@ -145,7 +145,7 @@ def cumulative_scores(found: Candidates, level: int, logp_BMw: Tensor) -> Tensor
 
 
 def _own_bits(found: Candidates, level: int) -> Tensor:
-    """The words of expanded nodes of a level that see nothing but themselves, int64 [w, J]."""
+    """The words of the expanded nodes of a level if each node sees only itself, int64 [w, J]."""
     node_w = torch.arange(level * found.width, (level + 1) * found.width, device=found.place_BX.device)
     word_J = torch.arange(found.seen_BXJ.shape[2], device=node_w.device)
     return (node_w[:, None] // 64 == word_J).long() << node_w[:, None] % 64
@@ -155,12 +155,12 @@ def _own_bits(found: Candidates, level: int) -> Tensor:
 class FreshRows:
     """The n rows of a draft's first pass of each of B requests, and where the nodes drafted after them go; all int64.
 
-    `token_Bn` are the rows' tokens, `slot_Bn` their slots, and `state_Bn` which input state each reads, of those of all
-    requests' tokens and a last one for masked rows; None without these: row i reads that of token i. `asked_BS` are the
-    S rows whose outputs are asked for: that of the last token (of a request without tokens, the first row), which is
-    the root, `root_B`, and the masked ones after it. `position_M` are the positions of all rows, [B n], then those of
-    the nodes of each level below the root but the last, [levels, B]. `slot_BJ` are the slots of the nodes that will be
-    expanded.
+    `token_Bn` are the rows' tokens, and `slot_Bn` the rows' slots. `state_Bn` is the index of each row's input state
+    among the states of all requests' tokens, with one more state at the end for masked rows; None without masked rows:
+    row i reads the state of token i. `asked_BS` are the S rows whose outputs are needed: the row of the last token, the
+    root `root_B` (without tokens, the first row), and the masked rows after it. `position_M` are the positions of all
+    rows, [B n], then of the nodes of each level below the root except the last, [levels, B]. `slot_BJ` are the slots of
+    the nodes that will be expanded.
     """
 
     token_Bn: Tensor
@@ -176,10 +176,10 @@ def fresh_rows(
     token_BR: Tensor, count_B: Tensor, start_B: Tensor, length_B: Tensor, *, masked: int = 0, mask_token: int = 0,
     levels: int = 0, expanded: int = 0,
 ) -> FreshRows:  # fmt: skip
-    """The rows of the first `count_B[b]` of R tokens (int64) behind the committed ones of each sequence.
+    """The rows of the first `count_B[b]` of R tokens (int64) after the committed tokens of each sequence.
 
-    With `masked`, as many rows follow, and those without a token have `mask_token`. `start_B` and `length_B` are as in
-    `KVCache`, `levels` and `expanded` the numbers of levels and nodes that are drafted after them.
+    `masked` more rows follow, and rows without a token have `mask_token`. `start_B` and `length_B` are as in `KVCache`.
+    `levels` and `expanded` are the numbers of levels and nodes to be drafted after the rows.
     """
     if use_triton(token_BR):
         from fledge.ops.trees_triton import fresh_rows_triton
@@ -203,10 +203,10 @@ def fresh_rows(
 
 
 def place_trees(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor, Visible | VisibleChain]:
-    """The positions and slots of the nodes of trees behind the prefixes of their sequences, int64 [B, N] each, and
-    which nodes each one sees: its ancestors and itself.
+    """The positions and slots of tree nodes after the prefixes of their sequences, int64 [B, N] each, and the visible
+    nodes of each node: its ancestors and itself.
 
-    `start_B` and `length_B` (int64) are as in `tree_attention`. Nodes stand in the slots in their order.
+    `start_B` and `length_B` (int64) are as in `tree_attention`. Node n has the n-th slot after the prefix, from 0.
     """
     N, chain = tree.token_BN.shape[1], tree.parent_BN is None
     if use_triton(length_B):
@@ -221,10 +221,10 @@ def place_trees(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[Tensor, 
 
 
 def accept_own(tree: Tree, own_BN: Tensor) -> Verdict:
-    """Commits the target's own tokens: those that each request's tree contains, and the first that it does not.
+    """Commits the target's own tokens, up to and including the first token that the request's tree does not contain.
 
-    `own_BN` (int64) is the target's own token after each node. A node is accepted if its parent is and its token is the
-    parent's own; the root always is.
+    `own_BN` (int64) is the target's own token after each node. The root is accepted. Any other node is accepted if its
+    parent is accepted and the node's token is the target's own token after the parent.
     """
     if use_triton(own_BN) and own_BN.shape[1] <= MOST_NODES:
         from fledge.ops.trees_triton import accept_own_triton
@@ -240,7 +240,7 @@ def accept_own(tree: Tree, own_BN: Tensor) -> Verdict:
         return Verdict.of(node_N.expand_as(own_BN), matched_BN.cumprod(1).sum(1), own_BN)
     path_BNN, depth_BN = tree.ancestors(), tree.depths()
     accepted_BN = (matched_BN[:, None] | ~path_BNN).all(-1)
-    # siblings differ, so that at most one node of a level is accepted
+    # siblings have different tokens: at most one node of a level is accepted
     level_R1 = torch.arange(tree.levels + 1, device=own_BN.device)[:, None]
     hit_BRN = accepted_BN[:, None] & (depth_BN[:, None] == level_R1)
     path_BR = torch.where(hit_BRN, node_N, 0).amax(-1)

@@ -1,8 +1,8 @@
 """The operations of `ops.trees` in Triton: one program per request, or per block of a request's nodes.
 
-Nothing is sorted in the growth of dynamic trees. The rank of a node within its level is the number of nodes that are
-better, so that each node finds its own place in the next front. The lowest score of the best nodes is found bit by bit,
-and sums over the nodes before each one give its index in the tree.
+Dynamic trees grow without sorting. The rank of a node within a level is the number of better nodes, and the rank is the
+node's place in the next front. The lowest score of the best nodes is found bit by bit, and prefix sums give the nodes'
+indices in the tree.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _add_level(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr,
     ROOT: tl.constexpr, LAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`n` children of the level after `expanded` expanded nodes, of which the last are their parents."""
+    """Scores `n` children of the ROOT, or of the last WIDTH of `expanded` expanded nodes, and chooses the front."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -111,12 +111,12 @@ def _best_nodes(
     slot_ptr += b * N
     score = ordered(tl.load(score_ptr + b * P + p, mask=p < P, other=0.0))
     score = tl.where(p < P, score, LOWEST)
-    # the largest number that N - 1 scores reach
+    # the largest number that at least N - 1 scores reach
     lowest = tl.where(tl.sum((score >= 0).to(tl.int32), 0) >= N - 1, 0, LOWEST)
     for bit in range(31):
         higher = lowest + (1 << (30 - bit))
         lowest = tl.where(tl.sum((score >= higher).to(tl.int32), 0) >= N - 1, higher, lowest)
-    left = N - 1 - tl.sum((score > lowest).to(tl.int32), 0)  # for the first of those that have the lowest score
+    left = N - 1 - tl.sum((score > lowest).to(tl.int32), 0)  # the number of first nodes to choose at the lowest score
     equal = score == lowest
     chosen = (score > lowest) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
     node = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0), 0)
@@ -127,8 +127,8 @@ def _best_nodes(
     tl.store(tree_ptr, tl.load(root_ptr + b))
     tl.store(parent_ptr, -1)
     tl.store(slot_ptr, -1)
-    tl.debug_barrier()  # what follows reads the indices of other threads' nodes, and overwrites their slots
-    above = p // WIDTH - 1  # as which node the parent was expanded
+    tl.debug_barrier()  # the code below reads the indices of other threads' nodes, and overwrites slots
+    above = p // WIDTH - 1  # the parent's index among the expanded nodes
     below = chosen & (above >= 0)
     parent = tl.load(place_ptr + above, mask=below, other=0)
     parent = tl.load(node_ptr + parent, mask=below, other=0)  # the root is node 0
@@ -184,12 +184,12 @@ def fresh_rows_triton(
     token_BR: Tensor, count_B: Tensor, start_B: Tensor, length_B: Tensor, masked: int, mask_token: int, levels: int,
     expanded: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The fields of `FreshRows` in one kernel; rows may be strided, their entries are copied if they are."""
+    """The fields of `FreshRows` in one kernel. Copies the tokens if a row's entries are strided."""
     token = with_unit_stride(token_BR)
     (B, R), n, S, whole = token.shape, token.shape[1] + masked, masked + 1, dict(dtype=torch.int64, device=token.device)
     row_token, state = torch.empty(2, B, n, **whole) if masked else (token, None)
     slot, asked = torch.empty(B, n, **whole), torch.empty(B, S, **whole)
-    # node by node, so that those of a level of chains, one of each request, are read without a copy
+    # the node is the outer axis: a level of chains, with a node per request, is then contiguous
     following, root = torch.empty(expanded, B, **whole).T, torch.empty(B, **whole)
     position = torch.empty(B * (n + levels), **whole)
     if B:
@@ -207,7 +207,7 @@ def _place(
     parent_ptr, start_ptr, length_ptr, position_ptr, slot_ptr, seen_ptr, N, levels, sp,
     WORDS: tl.constexpr, BW: tl.constexpr, CHAIN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Of a chain, `seen_ptr` gets the last node that each one sees."""
+    """With CHAIN, `seen_ptr` gets the last node that each node sees."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -232,7 +232,7 @@ def _place(
 
 
 def place_trees_triton(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`place_trees`. What a node sees are words of bits; of a chain, the last node that it sees."""
+    """`place_trees` in one kernel. Visibility is returned as words of bits; for chains, as the last visible node."""
     (B, N), chain, words = tree.token_BN.shape, tree.parent_BN is None, triton.cdiv(tree.token_BN.shape[1], 64)
     parent = length_B if chain else with_unit_stride(tree.parent_BN)
     position, slot = torch.empty(2, B, N, dtype=torch.int64, device=length_B.device)
@@ -264,12 +264,12 @@ def _walk(
     own_ptr += b * so
     real = real & (parent >= 0)
     matched = real & (token == tl.load(own_ptr + parent, mask=real, other=0))
-    # the walk is in registers: a load at each step would wait for the one before it
+    # the walk is in registers: a load at each step would wait for the previous load
     r, node, count = tl.arange(0, BR), 0, 1
     path = tl.zeros([BR], tl.int32)
     for step in range(1, R):
         child = tl.max(tl.where(matched & (parent == node), n, 0), 0)
-        node = tl.where(child > 0, child, -1)  # where a path ends, it ends at each further step too
+        node = tl.where(child > 0, child, -1)  # after the end of a path, no further step finds a child
         path = tl.where((r >= step) & (child > 0), child, path)
         count += (child > 0).to(tl.int32)
     own = tl.load(own_ptr + path, mask=r < R, other=0)
@@ -279,7 +279,7 @@ def _walk(
 
 
 def accept_own_triton(tree: Tree, own_BN: Tensor) -> Verdict:
-    """`accept_own` in one kernel; rows may be strided, their entries are copied if they are."""
+    """`accept_own` in one kernel. Copies tensors if a row's entries are strided."""
     (B, N), R = own_BN.shape, tree.levels + 1
     token, own = with_unit_stride(tree.token_BN), with_unit_stride(own_BN)
     parent = token if tree.parent_BN is None else with_unit_stride(tree.parent_BN)
