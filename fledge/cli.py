@@ -134,7 +134,7 @@ def _command(name: str, options: type[Options], job: Callable[[Any], int | None]
         given = _apply_negations(given, negations)
         defaults = {f.name: values[f.name] for f in fields}
         try:
-            # in a context of its own, as what shows the loading of models belongs to this job
+            # in a separate context, because the display of model loading is set for this job only
             code = contextvars.copy_context().run(job, options(**defaults | given, given=frozenset(given)))
             sys.stdout.flush()
         except BrokenPipeError:  # the reader, e.g. `| head`, has closed the pipe
@@ -151,8 +151,8 @@ def _command(name: str, options: type[Options], job: Callable[[Any], int | None]
 
 
 class _Command(PlainHelp, typer.core.TyperCommand):
-    """A command that refuses two names of one option, of which the parser would take the last. One that passes words on
-    says where they go if it does not know an option."""
+    """A command that refuses two names of one option, where the parser would silently use the last name. A command that
+    passes words on explains, for an unknown option, that words to pass on follow `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)  # the parser empties the list
@@ -317,7 +317,7 @@ def main() -> None:
 
 @functools.cache
 def _received_signals() -> tuple[int, int]:
-    """The ends of a pipe, from which signals are read and to which Python writes each that it receives."""
+    """The (read, write) ends of a pipe. Python writes the number of each received signal to the pipe."""
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)
@@ -327,12 +327,12 @@ def _received_signals() -> tuple[int, int]:
 
 def _watch_signals() -> None:
     if threading.current_thread() is threading.main_thread():
-        _was_interrupted()  # forgets what came earlier
+        _was_interrupted()  # forgets earlier signals
         signal.set_wakeup_fd(_received_signals()[1], warn_on_full_buffer=False)
 
 
 def _was_interrupted() -> bool:
-    """Whether a signal was received, which most likely was to stop the command."""
+    """Whether a stopping signal was received since the last call; the command was then most likely interrupted."""
     with contextlib.suppress(BlockingIOError):  # nothing to read
         received = os.read(_received_signals()[0], 4096)
         return any(number in received for number in stopping_signals())
@@ -345,7 +345,7 @@ def _end_as_interrupted() -> NoReturn:
 
 
 def _fail(reason: object) -> None:
-    """Prints an error to standard error, if that is open, and exits with code 2. Of several ranks, one prints it."""
+    """Prints an error to standard error, if open, and exits with code 2. Of several ranks, one prints the error."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         print_error(reason)
     else:
@@ -376,12 +376,13 @@ def _handle_termination_like_ctrl_c() -> None:
 
 
 def _end_at_once_if_stopped_again() -> None:
-    """Another Ctrl-C while the process ends has no traceback: while it waits for threads, it ends at once; later it is
-    ignored, since Python, when it frees what is left, would be killed by the signal and not exit with code 130."""
+    """Makes another Ctrl-C during the end of the process print no traceback. While the process waits for threads, a
+    signal ends the process at once. Later signals are ignored: a signal would kill Python while it frees objects, and
+    the exit code would not be 130."""
     for number in stopping_signals():
         signal.signal(number, lambda *signal_and_frame: os._exit(130))
     atexit.register(ignore_signals)
-    with contextlib.suppress(OSError):  # which the end of the process reports
+    with contextlib.suppress(OSError):  # the end of the process reports the error
         sys.stdout.flush()
 
 

@@ -21,7 +21,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
 SWITCHES = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# Llama's names of sizes, and other names of them that a config's attribute map may not translate
+# Llama's names of sizes, and other names of the same sizes that a config's attribute map may not translate
 LLAMA_NAMES = {
     "hidden_size": (),
     "num_attention_heads": (),
@@ -63,7 +63,7 @@ class RopeConfig:
             return
         defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
         filled = {k: v for k, v in defaults.items() if getattr(self, k) is None}
-        if not (self.mscale and self.mscale_all_dim):  # transformers ignores either one without the other
+        if not (self.mscale and self.mscale_all_dim):  # transformers ignores either field if the other is missing
             filled |= {"mscale": 1.0, "mscale_all_dim": 0.0}
         for name, value in filled.items():
             object.__setattr__(self, name, value)
@@ -250,8 +250,8 @@ class DraftConfig:
 
     @property
     def target_max_length(self) -> int | None:
-        """The `max_length` with which the target has to be loaded: that of training with longrope, whose factors depend
-        on it; None otherwise."""
+        """The `max_length` to load the target with. With longrope, whose factors depend on the length, the `max_length`
+        of training; else None."""
         return self.provenance.max_length if self.rope.rope_type == "longrope" else None
 
     def _check_family(self) -> None:

@@ -1,7 +1,7 @@
 """The table of draft methods: facts about each, for options, configs, files and messages.
 
-What a method computes is its network in `fledge.drafts`, which `fledge.drafts.registry` finds by the method's name. No
-other module compares a method's name.
+The computation of a method is a network in `fledge.drafts`, which `fledge.drafts.registry` finds by the method's name.
+No other module compares a method's name.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Method:
     `trained_depth`: the number of TTT steps, if the method fixes it; else None. `min_depth`: the fewest steps with
     which the method makes sense. `gamma`: step k has weight gamma^k, if the method fixes gamma; else None.
     `cross_entropy`: the weight of the distillation loss. `regression`: adds a Smooth L1 loss between the draft's output
-    and the target's next hidden state. `cod_rate`: the default of --cod-rate, the share of slots that a step keeps
-    of those of the step before (conditional drop-token sampling). `options`: training options that other methods lack.
-    `without`: options that it does not support, with the reason.
+    and the target's next hidden state. `cod_rate`: the default of --cod-rate, the share of the previous step's slots
+    that a step keeps (conditional drop-token sampling). `options`: training options that other methods lack.
+    `without`: options that the method does not support, with the reason.
 
     Checkpoints:
     `architectures`: the entry in config.json, the engines' class names. `served`: other engines know the method.

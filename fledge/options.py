@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 
 from fledge.io.fields import check_template_kwargs, parse_json
 
-# by the name of an option: its other names, which users of vLLM, TRL, axolotl and SpecForge know
+# aliases by option name, known to users of vLLM, TRL, axolotl and SpecForge
 ALIASES = {
     "target": ("model",),
     "draft": ("draft_model",),
@@ -63,8 +63,8 @@ def flag_of(name: str) -> str:
 class Options:
     """The options of a job.
 
-    `given` holds the names of the options that the user gave, including those given with their default value. If it is
-    None, all options that differ from their defaults count as given. Raises ValueError for a value of the wrong type,
+    `given` holds the names of the options that the user gave, including options given with their default value. `given`
+    None counts all options that differ from their defaults as given. Raises ValueError for a value of the wrong type,
     for a number out of bounds, and for a given option that would have no effect.
     """
 
@@ -137,7 +137,7 @@ def validation_problem(kind: type[Options], name: str, value: Any) -> str | None
 
 
 def _value_problem(f: Field[Any], hint: Any, value: Any) -> str | None:
-    """`validation_problem` of one value, which should have the type `hint`."""
+    """`validation_problem` of a single value, with the expected type `hint`."""
     if (word := f.metadata["word"]) and isinstance(value, str):
         return None if value == word else f"{value!r:.60} is neither a number nor {word}"
     if not has_type(hint, value):

@@ -33,7 +33,7 @@ def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise TypeError(f"{name} must be {expected}, not a value of type {type(value).__name__}")
 
 
-LEAST_TEMPERATURE = 1e-6  # above 0: scores are divided by it in float32, and smaller ones make them infinite
+LEAST_TEMPERATURE = 1e-6  # the least temperature above 0; float32 scores divided by less become infinite
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def group_documents(documents: Sequence[tuple[int, int]], width: int) -> list[tu
 class Features:
     """The target's hidden states that a draft reads: captured layers [T, A, D], and the final hidden states [T, D].
 
-    The final hidden states are those after the target's last norm, which the target's head reads.
+    The final hidden states are the output of the target's last norm, the input of the target's head.
     """
 
     aux_TAD: Tensor
@@ -146,7 +146,7 @@ class RowSums:
 
     @classmethod
     def unpacked(cls, vector: Tensor) -> RowSums:
-        """The sums that `packed` made a vector of."""
+        """The sums in a vector made by `packed`."""
         *counts, accept = vector[1:-2].view(5, -1)
         live, scored, hit, survive = (c.long() for c in counts)
         committed, rounds = (int(n) for n in vector[-2:])
@@ -231,7 +231,7 @@ class Tree:
 
     @classmethod
     def chain(cls, token_BN: Tensor) -> Tree:
-        """Each request's tokens one after the other."""
+        """The trees of chains: each request's tokens in order."""
         return cls(token_BN, None, token_BN.shape[1] - 1)
 
     def depths(self) -> Tensor:
@@ -249,7 +249,7 @@ class Tree:
         B, n = self.token_BN.shape
         if self.parent_BN is None:
             return torch.ones(n, n, dtype=torch.bool, device=self.token_BN.device).tril().expand(B, n, n)
-        # repeated squaring of the parent matrix; the root is its own parent, so that paths end there
+        # repeated squaring of the parent matrix; the root counts as its own parent, where paths end
         up = torch.nn.functional.one_hot(self.parent_BN.clamp_min(0), n).float()
         up = (up + torch.eye(n, device=up.device)).clamp_max(1)
         for _ in range(max(self.levels - 1, 0).bit_length()):
@@ -278,9 +278,9 @@ class Tree:
 class Verdict:
     """The result of verifying the trees of B requests, with R = `Tree.levels` + 1; all tensors int64.
 
-    `path_BR` are the accepted nodes from the root on, then the last of them again. `count_B` is their number, from 1 to
-    R. `token_BR` are as many tokens to commit, then zeros: those of the accepted nodes below the root, and one that the
-    target chose (the bonus token, or the correction after a rejection).
+    `path_BR` are the accepted nodes from the root on, padded with the last accepted node. `count_B` is the number of
+    accepted nodes, from 1 to R. `token_BR` are `count_B` tokens to commit, padded with zeros: the tokens of accepted
+    nodes below the root, and one token that the target chose (the bonus token, or the correction after a rejection).
     """
 
     path_BR: Tensor
@@ -289,7 +289,7 @@ class Verdict:
 
     @classmethod
     def of(cls, path_BR: Tensor, count_B: Tensor, token_BR: Tensor) -> Verdict:
-        """A verdict of tensors whose padding has any values, which are indices of nodes in `path_BR`."""
+        """A verdict of tensors with any values as padding; in `path_BR`, the padding must be indices of nodes."""
         valid_BR = torch.arange(path_BR.shape[1], device=path_BR.device) < count_B[:, None]
         path_BR = torch.where(valid_BR, path_BR, path_BR.gather(1, count_B[:, None] - 1))
         return cls(path_BR, count_B, torch.where(valid_BR, token_BR, 0))
@@ -349,13 +349,13 @@ class TreeShape:
         return [[n for n, depth in enumerate(level) if depth == l] for l in range(max(level) + 1)]
 
 
-@dataclass(slots=True)  # faster to make: there is one for each round
+@dataclass(slots=True)  # slots make the creation of a `Round`, done in each round, faster
 class Round:
     """One round of drafting and verification.
 
     `drafted` is the length of the longest drafted path. `accepted` is the number of accepted draft tokens, without the
     target's own token. `t_draft`, which is 0 where nothing is drafted, and `t_verify` are seconds. `copied_bytes` are
-    those that the round copied between the devices of draft and target for all requests decoded together.
+    the bytes copied between the devices of draft and target, for all requests decoded together.
     """
 
     drafted: int
