@@ -316,8 +316,8 @@ class OnePass(CandidateSource):
 
 
 class MaskedSource(OnePass, EagleSource):
-    """After the fresh slots, depth - 1 masked slots read a mask token and a learned state in place of unknown tokens and
-    states (P-EAGLE, Hui et al. 2026, arXiv:2602.01469)."""
+    """After the fresh slots, depth - 1 masked slots read a mask token and a learned state in place of unknown tokens
+    and states (P-EAGLE, Hui et al. 2026, arXiv:2602.01469)."""
 
     draft: ParallelDraft
 
