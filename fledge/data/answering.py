@@ -1,4 +1,4 @@
-"""Which messages of a record are to be generated, and how answers become messages and texts of the record."""
+"""Finds the messages of a record to generate, and turns generated answers into messages and texts of the record."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fledge.data.chat_fields import MARK, REASONING_FIELDS, without_spaces
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate, EndlessTemplate
 
-REPLACEMENT = "\ufffd"  # what bytes that are no character, or not yet, are decoded to
-TOOL_ROLES = ("tool", "ipython", "function")  # of messages with the result of a tool call
+REPLACEMENT = "\ufffd"  # decoded from bytes of an invalid or incomplete character
+TOOL_ROLES = ("tool", "ipython", "function")  # roles of messages with the result of a tool call
 
 
 def count_answers(record: Record) -> int:
@@ -25,8 +25,8 @@ def split_conversation(record: Record) -> tuple[list[dict[str, Any]], list[dict[
     """A conversation in two parts: the messages to keep, and the rest, whose assistant messages are to be generated.
 
     The first part is the record's prompt, or an assistant message that opens the conversation. The rest ends before the
-    result of a tool that an assistant message of the rest has called, since another answer may make another call or
-    none. If the rest has no assistant message, a placeholder for one is added.
+    result of a tool that an assistant message of the rest has called, since a generated answer may call a different
+    tool or none. If the rest has no assistant message, a placeholder message is added.
     """
     placeholder = {"role": "assistant"}
     if record.turns:
@@ -38,7 +38,7 @@ def split_conversation(record: Record) -> tuple[list[dict[str, Any]], list[dict[
 
 
 def _kept(record: Record) -> int:
-    """The number of a conversation's first messages that are kept."""
+    """The number of messages to keep at the start of a conversation."""
     messages = record.messages or []
     return record.prompt_length or int(messages[0]["role"] == "assistant")
 
@@ -51,7 +51,7 @@ def _answerable(rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def answered_conversation(record: Record, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of an answered conversation, up to its last assistant message, in the layout of its record."""
+    """The fields of an answered conversation, up to the last assistant message, in the layout of `record`."""
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
     messages, length = messages[: last + 1], record.prompt_length
     fields = {"prompt": messages[:length], "completion": messages[length:]} if length else {"messages": messages}
@@ -60,12 +60,13 @@ def answered_conversation(record: Record, messages: list[dict[str, Any]]) -> dic
 
 
 def reasoning_field(template: ChatTemplate) -> str | None:
-    """The field of an assistant message that a template renders as its reasoning; None if it renders none."""
+    """The field of an assistant message that a template renders as reasoning; None if the template drops reasoning."""
     return template.fields.reasoning
 
 
 def stops_at_tool(record: Record) -> bool:
-    """Whether the answers to a record end before the result of a tool call, which answers the data's own call."""
+    """Whether the generated answers of a record end before a tool result, since the result answers a call in the
+    data."""
     messages = record.messages or []
     return bool(messages) and len(_answerable(messages[_kept(record) :])) < len(messages[_kept(record) :])
 
@@ -74,22 +75,22 @@ def stops_at_tool(record: Record) -> bool:
 
 
 class AnswerWarning(UserWarning):
-    """A chat template does not render an answer as it was generated."""
+    """A chat template renders an answer to a different text than the target generated."""
 
 
 def history_message(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], prompt: Sequence[int], ids: Sequence[int],
     tools: list[Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The answer to messages as a message that the next prompt contains: `answer_message`, with an `AnswerWarning` if
-    the template renders other text than was generated."""
+    """The answer to messages as a message for the next prompt: `answer_message`, with an `AnswerWarning` if the
+    template renders a different text than the generated text."""
     message, same = answer_message(template, messages, prompt, ids, tools)
     if not same:
         warnings.warn(
             "the chat template does not render an answer as the target generated it, so the next prompt of the "
             "conversation has another text",
             AnswerWarning,
-            stacklevel=1,  # Python shows one warning of a place
+            stacklevel=1,  # a constant location, so Python shows the warning once
         )
     return message
 
@@ -99,11 +100,12 @@ def answer_message(
     tools: list[Any] | None = None,
 ) -> tuple[dict[str, Any], bool]:  # fmt: skip
     """The answer to messages as a message, and whether the template renders the generated text again, white space
-    aside. `prompt` are the token ids of the prompt, and `ids` those of the answer, its stop token included.
+    aside. `prompt` are the token ids of the prompt, and `ids` the token ids of the answer, with the stop token.
 
-    The message is what the tokenizer's response schema reads from the answer, else the text without what the template
-    writes around it, else the text, special tokens included. The first of these that the template renders as it was
-    generated is taken, else the first that differs in white space only, else the text.
+    Candidates for the message are, in this order: the message that the tokenizer's response schema reads from the
+    answer, the text without the parts that the template writes around a content, and the text with special tokens.
+    Returns the first candidate that the template renders to the generated text, else the first candidate whose
+    rendered text differs in white space only, else the text.
     """
     before = template.prompt_text(messages, tools=tools)
     text = answer_text(template, prompt, ids)
@@ -122,7 +124,7 @@ def _readings(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], before: str, text: str, ids: Sequence[int],
     tools: list[Any] | None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The messages that an answer may be, the best first."""
+    """The candidates for the message of an answer, the best first."""
     whole = template.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     for generated in dict.fromkeys([whole, text]):  # some schemas read the stop token
         if parsed := _parsed(template.tokenizer, generated, before, tools):
@@ -139,8 +141,8 @@ def _message(content: str) -> dict[str, Any]:
 
 
 def _parsed(tokenizer: Any, text: str, before: str, tools: list[Any] | None) -> dict[str, Any] | None:
-    """What the tokenizer's response schema reads from an answer; None without a schema, or if it cannot be read.
-    transformers 5.8 has schemas, and later versions templates of responses."""
+    """The message that the tokenizer's response schema reads from an answer; None without a schema, or if the schema
+    cannot read the answer. transformers 5.8 has response schemas, and later versions have response templates."""
     try:
         if getattr(tokenizer, "response_template", None) is not None:
             parsed = tokenizer.parse_response(text, prefix=before, tools=tools)
@@ -148,7 +150,7 @@ def _parsed(tokenizer: Any, text: str, before: str, tools: list[Any] | None) -> 
             parsed = tokenizer.parse_response(text)
         else:
             return None
-    except Exception:  # schemas come with models, and fail in many ways on texts that they do not expect
+    except Exception:  # schemas come with models, and fail in many ways on unexpected texts
         return None
     if not isinstance(parsed, dict):
         return None
@@ -159,7 +161,8 @@ def _parsed(tokenizer: Any, text: str, before: str, tools: list[Any] | None) -> 
 def _rendered(
     template: ChatTemplate, messages: list[dict[str, Any]], before: str, tools: list[Any] | None
 ) -> str | None:  # fmt: skip
-    """Messages that end with an answer, rendered as training does after the prompt `before`; None if it refuses."""
+    """Messages that end with an answer, rendered as in training after the prompt `before`; None if the template refuses
+    the messages."""
     try:
         return template.turn(Record("chat", messages=messages, tools=tools), before)
     except EndlessTemplate:
@@ -169,7 +172,7 @@ def _rendered(
 
 
 def _ends(template: ChatTemplate, rest: str) -> bool:
-    """Whether a turn ends before the text `rest`: with a stop token, or without one in a template that has none."""
+    """Whether a turn ends before the text `rest`: `rest` is empty, starts with a stop token, or has no stop token."""
     ids = template.rendered_ids(rest.lstrip())
     return not ids or ids[0] in template.stop_ids or template.stop_ids.isdisjoint(ids)
 
@@ -184,9 +187,9 @@ def answer_text(template: ChatTemplate, prompt: Sequence[int], ids: Sequence[int
 
 
 def text_prompt(template: ChatTemplate, text: str, limit: int) -> tuple[list[int], str]:
-    """The first tokens of a plain text as its prompt: at most `limit` token ids, and their text. The ids have the
-    tokens that the tokenizer adds (BOS), and the text only special tokens that the whole text has. No character is cut
-    apart."""
+    """The start of a plain text as a prompt: at most `limit` token ids, and the text of the ids. The ids include the
+    tokens that the tokenizer adds (BOS); the text includes a special token only if `text` contains the special token.
+    No character is cut apart."""
     coded = template.tokenizer(text, return_special_tokens_mask=True, verbose=False)
     ids, added = coded["input_ids"][:limit], coded["special_tokens_mask"]
 

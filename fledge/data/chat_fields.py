@@ -39,11 +39,11 @@ Render = Callable[[list[Message], list[Any] | None], str | None]
 
 @dataclass(frozen=True)
 class RenderedFields:
-    """What a chat template renders. `reasoning` is the field of an assistant message that it reads as its reasoning
-    (None: none). `tools` and `calls` say whether it renders a row's tools and the calls of messages; `json_arguments`
-    whether it inserts the arguments of calls as they are, so that they must be JSON text; and `null_content` whether it
-    accepts null as the content of a message with calls. `parts` are the roles whose contents it renders only as a list
-    of parts."""
+    """The fields that a chat template renders. `reasoning` is the message field that the template reads as reasoning
+    (None: none). `tools`: the template renders a row's tools. `calls`: the template renders tool calls.
+    `json_arguments`: the template inserts a call's arguments unchanged, so the arguments must be JSON text.
+    `null_content`: the template accepts null as the content of a message with calls. `parts` are the roles whose
+    contents the template renders only as a list of parts."""
 
     reasoning: str | None
     tools: bool
@@ -54,8 +54,8 @@ class RenderedFields:
 
 
 def ask_template(render: Render) -> RenderedFields:
-    """Finds out what a template renders, by rendering a few chats. `render` renders messages with tools, and returns
-    None if the template refuses them."""
+    """Finds out which fields a template renders, by rendering a few chats. `render` renders messages with tools, and
+    returns None for messages that the template refuses."""
     parts: frozenset[str] = frozenset()
 
     def rendered(messages: list[Message], tools: list[Any] | None = None) -> str | None:
@@ -119,7 +119,7 @@ def _with_parts(message: Message, roles: frozenset[str]) -> Message:
 def _prepared(message: Message, fields: RenderedFields) -> Message:
     changed = dict(message)
     reasoning = _reasoning_of(message)
-    if reasoning and fields.reasoning:  # under this name alone: some templates would render every name that they know
+    if reasoning and fields.reasoning:  # only under `fields.reasoning`: some templates render all names of reasoning
         for name in REASONING_FIELDS:
             changed.pop(name, None)
         changed[fields.reasoning] = reasoning
@@ -140,11 +140,11 @@ def has_reasoning(message: Message, tag: str) -> bool:
 
 
 def continued(opening: str, turn: str, message: Message) -> str | None:
-    """What the decoder generates after a prompt whose end, `opening`, opens the reasoning (see OPENED).
+    """The text that the decoder generates after a prompt whose end, `opening`, opens the reasoning (see OPENED).
 
-    `turn` is the message as the template renders it behind the turn's header, with or without reasoning. Reasoning that
-    the template drops is put back: the message's field of reasoning, closed as the prompt opens it, or the content up
-    to `</think>`, unchanged. Returns None if only the message or only the prompt has reasoning.
+    `turn` is the message rendered by the template, without the turn's header, with or without reasoning. Reasoning that
+    the template drops is put back: the message's reasoning field, closed by the tag that the prompt opens, or the
+    content up to `</think>`, unchanged. Returns None if only the message or only the prompt has reasoning.
     """
     tag, space, is_closed = OPENED.search(opening).groups()
     open_, close, content = f"<{tag}>", f"</{tag}>", message.get("content") or ""
@@ -165,8 +165,8 @@ def continued(opening: str, turn: str, message: Message) -> str | None:
 
 
 def as_sent(message: Message) -> Message:
-    """A message as OpenAI's API takes it: the arguments of its calls as JSON text, and its reasoning under both names
-    that servers read."""
+    """A message in the form of OpenAI's API: arguments of calls as JSON text, and reasoning under both names that
+    servers read (`reasoning_content`, `reasoning`)."""
     reasoning = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
     sent = message | ({"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {})
     if calls := message.get("tool_calls"):
@@ -194,7 +194,7 @@ def _with_arguments(call: Any, as_json: bool) -> Any:
 def find_losses(
     messages: Sequence[Message], tools: Any, fields: RenderedFields, texts: Callable[[], str]
 ) -> tuple[str, ...]:
-    """The keys of LOSSES that apply to a conversation. `texts` gives the text of all its documents."""
+    """The keys of LOSSES that apply to a conversation. `texts` gives the text of all documents of the conversation."""
     found = []
     thoughts = [r for m in messages if m["role"] == "assistant" and (r := without_spaces(_reasoning_of(m)))]
     if thoughts:

@@ -75,19 +75,19 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """`supervised_V` is the number of supervised occurrences of each token id, int64; `seen_V` says which ids occur at
-    all, bool. Both end with the highest id that occurs."""
+    """`supervised_V` is the number of supervised occurrences of each token id, int64; `seen_V` is True for ids that
+    occur at all, bool. Both arrays end with the highest id that occurs."""
 
     supervised_V: np.ndarray
     seen_V: np.ndarray
 
 
 class DocumentTable(Sequence[Document]):
-    """Documents in `tokens` and `spans`, which hold those of all documents one after the other.
+    """Documents, concatenated: `tokens` and `spans` hold the tokens and the spans of all documents.
 
-    Document i is the `lengths[i]` values from `starts[i]` on, `supervised[i]` of them in spans; two documents may be
-    the same values. `starts` is int64 [D], `lengths` and `supervised` are int32 [D]. `sha256`, the `fingerprint`, and
-    `counts` are known for documents that were made by an earlier run.
+    Document i is the `lengths[i]` values from `starts[i]` on; `supervised[i]` tokens of document i are in spans. Two
+    documents may share values. `starts` is int64 [D], `lengths` and `supervised` are int32 [D]. `sha256` (the
+    `fingerprint`) and `counts` are None unless an earlier run made the documents.
     """
 
     def __init__(
@@ -154,16 +154,16 @@ TOKENS, SPANS = "tokens.bin", "spans.bin"
 
 
 class TokenStore:
-    """Tokens and spans of documents, which are appended batch by batch to two files in a directory, or kept in memory.
+    """Tokens and spans of documents, appended batch by batch to two files in a directory, or kept in memory.
 
-    If the disk gets full, what was written is read back into memory, the files are emptied, and `say` is called with a
+    When the disk is full, the store reads the files back into memory, empties the files, and calls `say` with a
     message; `in_memory` is True from then on.
     """
 
     def __init__(self, directory: Path | None = None, say: Callable[[str], None] = lambda line: None):
         self.directory, self.say, self.count = directory, say, 0
-        self._memory = [bytearray(), bytearray()]  # of tokens and of spans
-        # without buffers, so that it is known what was written when a disk is full
+        self._memory = [bytearray(), bytearray()]  # for tokens, and for spans
+        # unbuffered: when the disk is full, `count` tokens are in the files
         self._files: list[BinaryIO] = (
             [(directory / name).open("w+b", buffering=0) for name in (TOKENS, SPANS)] if directory else []
         )

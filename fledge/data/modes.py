@@ -1,8 +1,8 @@
-"""The modes of a chat template in which a draft was trained, such as thinking and not thinking, and a warning when it
-is used in another one.
+"""The modes of a chat template in which a draft was trained, such as thinking and not thinking, and a warning when the
+draft is used in an untrained mode.
 
 A mode is given by variables of the chat template. Two sets of variables are the same mode for a prompt if the template
-renders it to the same text with both: often, a variable's default does not have to be named.
+renders the prompt to the same text with both sets: often, a variable's default does not have to be named.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def shared_variables(modes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def several_modes(trained: Provenance, used: Mapping[str, Any]) -> str | None:
-    """What to say of a draft that was trained in several modes, when the user chose none of them; None for others.
+    """A message about a draft that was trained in several modes, for a user who chose no mode; None for a draft trained
+    in one mode.
 
-    `used` are the variables that are used instead.
+    `used` are the variables with which prompts are rendered.
     """
     if not trained.template_modes:
         return None
@@ -41,8 +42,9 @@ def several_modes(trained: Provenance, used: Mapping[str, Any]) -> str | None:
 
 
 def untrained_mode(template: ChatTemplate, trained: Provenance, messages: Sequence[Any], **chat: Any) -> str | None:
-    """A warning, if the template renders a prompt otherwise than in each mode in which the draft was trained; None if
-    it does not, or if the draft's config does not tell. `chat` are further arguments of `ChatTemplate.render`."""
+    """A warning if the template renders a prompt differently than in every mode in which the draft was trained; None if
+    a trained mode gives the same text, or if the draft's config lacks the template's hash. `chat` are further arguments
+    of `ChatTemplate.render`."""
     if trained.template_sha256 is None or template.kwargs in trained.modes:
         return None
     now = template.render(messages, prompt=True, **chat)
@@ -63,5 +65,5 @@ def untrained_mode(template: ChatTemplate, trained: Provenance, messages: Sequen
 
 
 def shown_mode(kwargs: Mapping[str, Any]) -> str:
-    """A mode as messages show it."""
+    """A mode as text for messages."""
     return f"template_kwargs {json.dumps(kwargs, ensure_ascii=False)}" if kwargs else "the template's defaults"

@@ -17,9 +17,9 @@ from fledge.types import Packed
 def pack(documents: Sequence[Document], row_length: int, seed: int, open_rows: int = 64) -> list[list[int]]:
     """Assigns document indices to rows of at most `row_length` tokens. Deterministic for a seed.
 
-    The documents are shuffled by `seed` and then placed by best fit: into the row with the least room that suffices, of
-    equal ones the row that has not been changed for longest. At most `open_rows` rows are candidates at a time, so that
-    a row's content stays random. Raises ValueError for a document longer than a row.
+    The documents are shuffled by `seed` and then placed by best fit: into the row with the least sufficient room; of
+    rows with equal room, into the row that has been unchanged for longest. At most `open_rows` rows are candidates at a
+    time, so that a row's content stays random. Raises ValueError for a document longer than a row.
     """
     lengths = lengths_of(documents).tolist()
     order = list(range(len(lengths)))
@@ -117,7 +117,7 @@ class Rows:
         return int(self._lengths[self.epoch(epoch)[i]].sum())
 
     def supervised(self, address: tuple[int, int]) -> int:
-        """The number of supervised tokens in a row, which its training step's time grows with."""
+        """The number of supervised tokens in a row. The time of a training step grows with supervised tokens."""
         epoch, i = address
         return int(self._supervised[self.epoch(epoch)[i]].sum())
 
@@ -133,8 +133,9 @@ class Rows:
     def heaviest(self) -> list[Packed]:
         """The rows of the first epoch that need the most memory in a training step: one or two rows.
 
-        They are the row with the most supervised tokens, and the row with the longest document if it is a different
-        one. Later epochs are packed differently, and one of their rows may need more.
+        The first is the row with the most supervised tokens. If no document of the first row has the greatest length, a
+        row with the longest document follows. Later epochs are packed differently, and a row of a later epoch may need
+        more memory.
         """
         epoch = self.epoch(0)
         starts = epoch.ends - np.diff(epoch.ends, prepend=0)

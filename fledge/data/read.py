@@ -1,5 +1,5 @@
-"""Reading records from files and hub data sets, with file and line for error messages; and which of them are trained
-on, in which order, and which are held out."""
+"""Reads records from files and hub data sets, with file and line for error messages; selects the records to train on,
+the order of the records, and the held-out records."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ AnySource = str | Mapping[str, Any] | Source  # the forms that `Source.parse` ta
 
 
 class SourceReader:
-    """Reads the records of a source, which can be done several times.
+    """Reads the records of a source, any number of times.
 
-    `files` are its files if it is `local`; otherwise it is a data set of the hub. With `prompts`, it is read for
-    prompts. `columns` maps names of fledge's layouts to its columns. Raises ValueError for files that do not exist or
-    are empty, and for a mapping of other names.
+    `files` are the files of a `local` source; a source that is not `local` is a data set of the hub. With `prompts`,
+    the hub's split for prompts is read. `columns` maps names of fledge's layouts to the source's columns. Raises
+    ValueError for files that do not exist or are empty, and for a mapping of unknown names.
     """
 
     def __init__(self, source: AnySource, *, prompts: bool = False):
@@ -42,7 +42,7 @@ class SourceReader:
 
     @property
     def names(self) -> list[str]:
-        """The names with which the locations of its records begin: its files, or the hub id."""
+        """The first part of every record's location: the names of the source's files, or the hub id."""
         return [str(file) for file in self.files] if self.local else [self.name]
 
     @functools.cached_property
@@ -52,8 +52,8 @@ class SourceReader:
 
     def records(self, skip: Callable[[str], None] | None = None) -> Iterator[Record]:
         """The records of the source in order, each once. Raises ValueError, naming file and line, for files that cannot
-        be parsed and for records without a supported layout. With `skip`, such records are left out and `skip` is
-        called with the reason; files that cannot be parsed still raise."""
+        be parsed and for records without a supported layout. With `skip`, records without a supported layout are left
+        out and `skip` is called with the reason; files that cannot be parsed still raise."""
         kwargs = self.source.template_kwargs
         if self.local:
             rows = (row for path in self.files for row in file_rows(path))
@@ -71,7 +71,7 @@ class SourceReader:
                 yield replace(record, template_kwargs={**kwargs, **own}) if kwargs else record
 
     def spread(self, count: int) -> list[Record]:
-        """At most `count` records of a data set of the hub, evenly spaced, so always the same ones."""
+        """At most `count` records of a data set of the hub, evenly spaced; every call returns the same records."""
         rows = self.hub_data
         taken = min(count, len(rows))
         indices = [i * len(rows) // taken for i in range(taken)]
@@ -81,9 +81,9 @@ class SourceReader:
         return parse_record(map_columns(row, self.columns, where) if self.columns else row, where)
 
     def order(self, read: int, refused: Sequence[str], seed: int) -> np.ndarray:
-        """The indices of the records that the share takes, int64, if `read` records could be read and others were
-        refused for these reasons. `@0.5` takes a random half (drawn by `seed`), `@2` takes every record twice. Raises
-        ValueError if it takes none."""
+        """The indices of the records that the source's share takes from `read` readable records, int64. `refused` are
+        the reasons of unreadable records. `@0.5` takes a random half (drawn by `seed`), `@2` takes every record twice.
+        Raises ValueError if the share takes no record."""
         if refused and not read:
             raise ValueError(f"every record of {self.name} was refused, the first because: {refused[0]}")
         if not read:
@@ -98,7 +98,7 @@ class SourceReader:
 def read_records(
     sources: Sequence[AnySource], seed: int = 0, skip: Callable[[str], None] | None = None
 ) -> list[Record]:
-    """All records of all sources, in order. `skip` is that of `SourceReader.records`, which also says what raises."""
+    """All records of all sources, in order. `skip` and the exceptions are documented at `SourceReader.records`."""
     records: list[Record] = []
     for given in sources:
         source = SourceReader(given)
@@ -111,7 +111,7 @@ def read_records(
 
 
 def with_columns(sources: Sequence[AnySource], columns: str | None) -> list[AnySource]:
-    """The sources with the mapping that --columns gives, except presets and those that have one of their own."""
+    """The sources with the mapping of --columns added, except to presets and to sources that have `columns`."""
     if columns is None:
         return list(sources)
     mapping = parse_columns(columns)
@@ -133,7 +133,7 @@ def check_source(source: AnySource, flag: str) -> None:
 
 
 def absolute_source(source: AnySource) -> str:
-    """The source with an absolute path if it is local, so that it can be read from another working directory."""
+    """The source; a local source has an absolute path, so a process in another working directory can read the files."""
     parsed = Source.parse(source)
     path = os.path.abspath(parsed.path) if is_local(parsed.path) else parsed.path
     return str(replace(parsed, path=path))
@@ -142,8 +142,8 @@ def absolute_source(source: AnySource) -> str:
 def _paths(name: str) -> list[Path]:
     """The files of a source: the path itself, the files in a directory (see `_files_of`), or the matches of a glob.
 
-    An existing path is never a glob, even if its name contains `*` or `[`; the same holds for existing parents. Raises
-    ValueError for missing and empty files.
+    An existing path or parent is never a glob, even with `*` or `[` in the name. Raises ValueError for missing and
+    empty files.
     """
     path = Path(name)
     if path.exists():
@@ -164,8 +164,8 @@ def _paths(name: str) -> list[Path]:
 def _files_of(directory: Path) -> list[Path]:
     """The files in a directory that fledge reads, in the order of their names.
 
-    In a directory that `save_to_disk` of `datasets` wrote, only the files of rows are read, and of several splits the
-    one named `train`. Raises ValueError for several splits without that name.
+    In a directory that `save_to_disk` of `datasets` wrote, only the files of rows are read, and of several splits only
+    `train`. Raises ValueError for several splits without `train`.
     """
     if (splits := _saved(directory / "dataset_dict.json", "splits")) is not None:
         if len(splits) > 1 and "train" not in splits:
@@ -200,11 +200,11 @@ MIN_RECORDS_PER_HELD_OUT = 10  # data with fewer records for each record to hold
 
 @dataclass(frozen=True)
 class Selection:
-    """The records to train on and those held out, as indices of the readable records of all sources, in order.
+    """The records to train on and the held-out records, as indices of the readable records of all sources, in order.
 
     `order` are the records to train on, int64; with a share above 1, a record occurs several times. `held_out` are the
-    others, int64. `records` is their number before records were held out, `copies` that of the records with the same
-    content as a held-out record, which are not trained on either. `refused` are the reasons of unreadable records.
+    held-out records, int64. `records` counts the records before any are held out. `copies` counts the records with the
+    same content as a held-out record; copies are left out of training. `refused` are the reasons of unreadable records.
     """
 
     sources: Sequence[SourceReader]
@@ -215,12 +215,13 @@ class Selection:
     refused: list[str] = field(default_factory=list)
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """The records to train on, each once and ascending, and the positions of `order` among them; both int64."""
+        """The distinct records to train on, ascending, and the position of each record of `order` among the distinct
+        records; both int64."""
         return np.unique(self.order, return_inverse=True)
 
     def read(self, held_out: dict[int, Record]) -> Iterator[Record]:
         """Reads the sources again and yields each record of `distinct`. Puts the held-out records into `held_out`, by
-        their indices."""
+        index."""
         wanted = np.concatenate([self.order, self.held_out])
         trained, kept = np.zeros(wanted.max() + 1, dtype=bool), set(self.held_out.tolist())
         trained[self.order] = True
@@ -237,10 +238,10 @@ def select(
     sources: Sequence[SourceReader], seed: int, *, skip_bad: bool, hold_out: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Selection:  # fmt: skip
-    """Reads all sources and decides which records are trained on. Records are not kept; `Selection.read` reads them
+    """Reads all sources and selects the records to train on. Records are not kept; `Selection.read` reads the sources
     again. `advance` is called after each record.
 
-    With at least MIN_RECORDS_PER_HELD_OUT * `hold_out` records, `hold_out` of them are drawn by `seed` and held out,
+    With at least MIN_RECORDS_PER_HELD_OUT * `hold_out` records, `hold_out` records are drawn by `seed` and held out,
     unless no record would be left to train on. Raises ValueError as `read_records` does.
     """
     refused: list[str] = []

@@ -27,9 +27,9 @@ TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # the f
 class Record:
     """One data row: a conversation (`messages`, optionally with `tools`), a plain `text`, or unanswered user `turns`.
 
-    The first `prompt_length` messages, or characters of the text, are a prompt: they are context and not supervised.
-    `where` is the record's location in the data, for error messages. `template_kwargs` are variables of the chat
-    template for this record, which take precedence over those of the command.
+    The first `prompt_length` messages, or characters of the text, are a prompt: context, not supervised. `where` is the
+    record's location in the data, for error messages. `template_kwargs` are variables of the chat template for this
+    record; the record's variables take precedence over the command's.
     """
 
     where: str
@@ -129,7 +129,7 @@ def _chat(row: dict[str, Any], messages: list[Any], where: str, prompt_length: i
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:
-    """The tools of a row: a list, or a JSON text of one, as in tables, whose columns cannot hold any schema."""
+    """The tools of a row: a list, or a list as JSON text, as in tables, where a column cannot hold every schema."""
     if tools is None or (isinstance(tools, str) and not tools.strip()):
         return None
     return _json_value(tools, list, f"{where}: its `tools`") or None
@@ -146,8 +146,8 @@ def _message_list(row: dict[str, Any], listed: Any, where: str) -> list[Any]:
 
 
 def _json_value(given: Any, kind: type, what: str) -> Any:
-    """A list or an object, which may be given as JSON text, as in tables. Raises ValueError, calling it `what`, for
-    another text or value."""
+    """The value `given`, or the value that the JSON text `given` encodes (tables store lists as JSON text). Raises
+    ValueError, calling the value `what`, for text that is not JSON and for a value whose type is not `kind`."""
     try:
         value = parse_json(given) if isinstance(given, str) else given
     except ValueError as e:
@@ -159,7 +159,7 @@ def _json_value(given: Any, kind: type, what: str) -> Any:
 
 
 def _known_role(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its role under the name that chat templates have for it; other roles are left to the template."""
+    """A message whose role has the name that chat templates use; roles not in SHAREGPT_ROLES stay as given."""
     role = message["role"]
     known = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     return message if known == role else message | {"role": known}
@@ -176,7 +176,8 @@ def _is_turn(message: Any) -> bool:
 
 
 def _sharegpt(turn: Any, where: str) -> dict[str, Any]:
-    """A turn of ShareGPT, or with other names of its fields, as a message; its further fields are kept."""
+    """A ShareGPT turn, whose fields may have any of ROLE_NAMES and CONTENT_NAMES, as a message with the turn's
+    TEMPLATE_FIELDS."""
     fields = turn if isinstance(turn, dict) else {}
     role, content = (next((n for n in known if n in fields), None) for known in (ROLE_NAMES, CONTENT_NAMES))
     if role is None or (content is None and not fields.get("tool_calls")):
@@ -310,13 +311,13 @@ COLUMNS = (
     "messages", "conversations", "turns", "prompt", "completion", "instruction", "input", "output", "history", "text",
     "system", "tools", "chat_template_kwargs",
 )  # fmt: skip
-BESIDE = ("system", "tools", "chat_template_kwargs")  # the columns that are read by these names beside mapped ones
-MOST_SHOWN = 20  # columns that a message lists
+BESIDE = ("system", "tools", "chat_template_kwargs")  # columns that are read even if `columns` does not map the names
+MOST_SHOWN = 20  # at most so many columns are listed in an error message
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    """--columns as a mapping of names in fledge's layouts to names of columns. Raises ValueError if it is not a list of
-    such pairs."""
+    """--columns as a mapping of names in fledge's layouts to names of columns. Raises ValueError unless the option is a
+    list of NAME=COLUMN pairs."""
     mapping: dict[str, str] = {}
     for pair in text.split(","):
         name, _, column = (part.strip() for part in pair.partition("="))
@@ -332,7 +333,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def check_columns(columns: dict[str, str], what: str) -> dict[str, str]:
-    """Returns a mapping if all its keys are names of fledge's layouts. Raises ValueError, calling it `what`."""
+    """Returns the mapping. Raises ValueError, calling the mapping `what`, for a key that no layout of fledge has."""
     if unknown := next((name for name in columns if name not in COLUMNS), None):
         swapped = f"; write {columns[unknown]}={unknown}" if columns[unknown] in COLUMNS else ""
         raise ValueError(f"{what}: {unknown} is not a name that fledge reads ({', '.join(COLUMNS)}){swapped}")
@@ -342,7 +343,7 @@ def check_columns(columns: dict[str, str], what: str) -> dict[str, str]:
 def map_columns(row: Any, columns: Mapping[str, str], where: str) -> Any:
     """A row under the names of fledge's layouts: the mapped columns, and BESIDE.
 
-    Raises ValueError, listing the columns that the row has, if it lacks one that is mapped.
+    Raises ValueError, listing the row's columns, if the row lacks a mapped column.
     """
     if not isinstance(row, dict):
         return row
@@ -354,7 +355,7 @@ def map_columns(row: Any, columns: Mapping[str, str], where: str) -> Any:
 
 
 def suggestion(row: Mapping[str, Any]) -> str:
-    """The mapping to try for a row that has none of fledge's layouts: one that fits the types of its columns."""
+    """A mapping of --columns to try for a row without a layout of fledge, guessed from the row's types and names."""
     lists = [k for k, v in row.items() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)]
     texts = [k for k, v in row.items() if isinstance(v, str)]
     asked = next((k for k in texts if k.lower() in ("question", "query", "problem", "user", "input", "context")), None)

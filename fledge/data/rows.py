@@ -17,14 +17,14 @@ CHUNK = 1 << 20  # characters of a JSON list that are read at a time
 BATCH_ROWS = 256  # rows of a table that are converted at a time
 LONGEST = 1 << 26  # characters of a line, and of a record
 LONGEST_TEXT = 1 << 30  # characters of a text file, which is a record, and of a cell
-TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")  # those that may be compressed
+TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")  # the formats that may be compressed
 SPACE = re.compile(r"[ \t\n\r]*")
 
 Row = tuple[Any, str]
 
 
 def format_of(path: Path) -> str:
-    """The suffix that names a file's format, without that of its compression: `.jsonl` for `chats.jsonl.zst`."""
+    """The suffix of a file's format, ignoring the suffix of a compression: `.jsonl` for `chats.jsonl.zst`."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
@@ -34,7 +34,7 @@ def is_readable(path: Path) -> bool:
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, each with its location. Only a few of them are in memory at a time.
+    """The rows of a file, each with its location. Only a few rows are in memory at a time.
 
     Raises ValueError, naming the file and the line or row, for a file that cannot be read: an unknown format, damaged,
     truncated, not UTF-8, or not JSON.
@@ -59,7 +59,7 @@ def file_rows(path: Path) -> Iterator[Row]:
 
 
 class _Damaged(Exception):
-    """A file with a table that pyarrow cannot read, or with too long a line; the message says why."""
+    """A file contains a table that pyarrow cannot read, or too long a line; the message gives the reason."""
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class _Damaged(Exception):
 
 def _open(path: Path) -> IO[str]:
     """The text of a file, decompressed."""
-    newline = "" if format_of(path) == ".csv" else None  # line ends within the cells of a CSV file are its own
+    newline = "" if format_of(path) == ".csv" else None  # the cells of a CSV file keep line ends unchanged
     if path.suffix not in COMPRESSED:
         return path.open(encoding="utf-8-sig", newline=newline)
     import pyarrow  # the package zstandard does not notice that a file is truncated
@@ -77,7 +77,8 @@ def _open(path: Path) -> IO[str]:
 
 
 def _text_lines(f: IO[str]) -> Iterator[str]:
-    """The lines of a text. Raises _Damaged for one that is too long, as damaged or hostile compressed data can have."""
+    """The lines of a text. Raises _Damaged for a line of more than LONGEST characters, as damaged or hostile compressed
+    data can have."""
     while line := f.readline(LONGEST + 1):
         if len(line) > LONGEST:
             raise _Damaged(f"it has a line of more than {LONGEST:,} characters")
@@ -93,7 +94,7 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """The rows of a .json file: JSON lines, as many on the hub are, a list, or a single object."""
+    """The rows of a .json file: JSON lines (as in many files on the hub), a list, or a single object."""
     if _is_lines(path):
         yield from _lines(path)
         return
@@ -118,7 +119,7 @@ def _check_no_list_of_records(row: Any, path: Path) -> None:
 
 
 def _is_lines(path: Path) -> bool:
-    """Whether a .json file contains JSON lines: its first line is a complete JSON object, and more lines follow."""
+    """Whether a .json file contains JSON lines: the first line is a complete JSON object, and more lines follow."""
     with _open(path) as f:
         lines = _text_lines(f)
         first = next(lines, "").strip()
@@ -132,7 +133,7 @@ def _is_lines(path: Path) -> bool:
 
 
 def _list_items(buffer: _Buffer, path: Path) -> Iterator[Row]:
-    """The items of a JSON list. Raises ValueError, naming the record, if it is not JSON."""
+    """The items of a JSON list. Raises ValueError, naming the record, for an item or a list that is not JSON."""
     number, opening = 0, "["
     while buffer.take(opening if not number else ","):
         if not number and buffer.peek() == "]":
@@ -153,13 +154,14 @@ def _list_items(buffer: _Buffer, path: Path) -> Iterator[Row]:
 
 
 class _Buffer:
-    """Some characters of a text that is read in pieces: `text`, of which the first `at` were used."""
+    """A text that is read in pieces: `text` is the current piece, whose first `at` characters are consumed."""
 
     def __init__(self, f: IO[str]):
         self.f, self.text, self.at = f, "", 0
 
     def more(self) -> bool:
-        """Reads more, at least as much as is left, so that a long value is parsed only a few times."""
+        """Reads the next piece of the text, which at least doubles the unconsumed characters, so that a long value is
+        parsed only a few times. Returns whether the text had any more characters."""
         if len(self.text) - self.at > LONGEST:
             raise _Damaged(f"it has a record of more than {LONGEST:,} characters")
         new = self.f.read(max(CHUNK, len(self.text) - self.at))
@@ -167,7 +169,7 @@ class _Buffer:
         return bool(new)
 
     def peek(self) -> str:
-        """The next character that is no white space, which is skipped; "" at the end."""
+        """Skips white space and returns the next character, unconsumed; "" at the end of the text."""
         while (at := SPACE.match(self.text, self.at).end()) == len(self.text):
             self.at = at
             if not self.more():
@@ -176,13 +178,13 @@ class _Buffer:
         return self.text[at]
 
     def take(self, character: str) -> bool:
-        """Whether the next character is this one, which is then used."""
+        """Consumes the next character if it equals `character`. Returns whether it does."""
         if found := self.peek() == character:
             self.at += 1
         return found
 
     def value(self) -> Any:
-        """The JSON value that begins here. Raises json.JSONDecodeError if there is none."""
+        """Consumes the JSON value at the current position. Raises json.JSONDecodeError if there is no JSON value."""
         while True:
             try:
                 value, end = json.JSONDecoder().raw_decode(self.text, self.at)
@@ -220,7 +222,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """The rows of a CSV file with a header. All values are text; an empty one is absent."""
+    """The rows of a CSV file with a header. All values are text; an empty cell gives None."""
     csv.field_size_limit(LONGEST_TEXT)  # by default, the module refuses long texts
     with _open(path) as f:
         reader = csv.DictReader(_text_lines(f), strict=True)
@@ -265,8 +267,8 @@ def _table(path: Path) -> Iterator[Row]:
 
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a table without the nulls within its columns: all objects of a column have the same fields there, and
-    those that an object lacks are null. A message's content stays, since it may be meant to be null."""
+    """A row of a table without the null fields of nested objects. Table formats give all objects of a column the same
+    fields and set absent fields to null. A null `content` stays, since the content of a message may be null."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""The data sources of a run as options write them: the path or hub id, which share of it, and how its rows are read;
-and data sets of the hub, of which some are known by name.
+"""Data sources as options name them: a path or hub id, the share of records to take, and the names of columns. Data
+sets of the hub; PRESETS have short names.
 
-A source without options of its own is a text, `PATH[@SHARE]`. One with options is a mapping, the same in a recipe, in
-Python and, as JSON, on the command line:
+A source without options of its own is a text, `PATH[@SHARE]`. A source with options is a mapping, the same in a recipe,
+in Python and, as JSON, on the command line:
 
     data:
       - chats.jsonl@0.5
@@ -34,10 +34,11 @@ KEYS = ("source", "share", "template_kwargs", "columns")
 class Source:
     """Where records come from, and how they are read.
 
-    `path` is a file, a directory, a glob, or a hub data set `owner/name[@revision][:split]`. `share` is the part of its
-    records to take, in (0, MAX_SHARE]: 0.5 a random half, 2 each of them twice. `template_kwargs` are variables of the
-    chat template for its chats, which take precedence over those of the command. `columns` maps names of fledge's
-    layouts to those of its columns (`{"messages": "dialog"}`). None stands for none.
+    `path` is a file, a directory, a glob, or a hub data set `owner/name[@revision][:split]`. `share` is the part of the
+    records to take, in (0, MAX_SHARE]: 0.5 a random half, 2 every record twice. `template_kwargs` are variables of the
+    chat template for the source's chats; the source's variables take precedence over the command's. `columns` maps
+    names of fledge's layouts to names of the source's columns (`{"messages": "dialog"}`). None means no variables, or
+    no mapping.
     """
 
     path: str
@@ -47,7 +48,7 @@ class Source:
 
     @staticmethod
     def parse(value: str | Mapping[str, Any] | Source) -> Source:
-        """The source that an option names: `PATH[@SHARE]`, a mapping with the keys KEYS, or a JSON object with them.
+        """The source that an option names: `PATH[@SHARE]`, or a mapping or JSON object with the keys KEYS.
 
         Raises ValueError, quoting the source, for anything else. The files need not exist.
         """
@@ -149,9 +150,9 @@ def modes_of(sources: Iterable[str], template_kwargs: Mapping[str, Any] | None) 
 class HubData:
     """A data set of the hub.
 
-    `split` is read, and `prompt_split` where prompts are asked for (None: the same one). `terms` is its licence or what
-    else to know before using it, for the documentation. `columns` maps names of fledge's layouts to its columns; None
-    if they already have these names. `name` is what the user wrote.
+    `split` is read for training, and `prompt_split` for prompts (None: `split`). `terms` is the licence and other
+    conditions of use, for the documentation. `columns` maps names of fledge's layouts to the data set's columns; None
+    if the columns already have the layouts' names. `name` is the source as the user wrote it.
     """
 
     hub_id: str
@@ -179,7 +180,7 @@ class HubData:
             ) from e
 
 
-# those that drafts are usually trained on, by name; a source may name another split
+# data sets that drafts are usually trained on, by name; a source may name another split
 PRESETS: dict[str, HubData] = {
     "sharegpt": HubData(
         "Aeala/ShareGPT_Vicuna_unfiltered", "train",
@@ -199,8 +200,8 @@ PRESETS: dict[str, HubData] = {
 
 
 def find_hub_data(name: str, *, prompts: bool = False) -> HubData:
-    """What `name[@revision][:split]` stands for: one of PRESETS, or a data set of the hub. With `prompts`, a preset's
-    split for prompts is the default."""
+    """The data set that `name[@revision][:split]` names: a preset, or any data set of the hub. With `prompts`, a
+    preset's split for prompts is the default."""
     parts = HUB_ID.fullmatch(name)
     known = PRESETS.get(parts["name"]) or HubData(parts["name"], "train")
     split = parts["split"] or (known.prompt_split if prompts else None) or known.split
@@ -208,7 +209,7 @@ def find_hub_data(name: str, *, prompts: bool = False) -> HubData:
 
 
 def is_preset(path: str) -> bool:
-    """Whether a source's path names one of PRESETS, and no file has that name."""
+    """Whether a source's path is the name of a preset and not the name of a file."""
     parts = HUB_ID.fullmatch(path)
     return parts is not None and parts["name"] in PRESETS and not Path(path).exists()
 

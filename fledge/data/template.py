@@ -45,7 +45,7 @@ class TemplateWarning(UserWarning):
 
 
 class EndlessTemplate(ValueError):
-    """A chat template was stopped because it had used up its CPU time. No other record is rendered with it."""
+    """A chat template was stopped after RENDER_SECONDS of CPU time. No further record is rendered with the template."""
 
 
 class ComputeTimeout(Exception):
@@ -67,21 +67,21 @@ class ChatTemplate:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} provides no character offsets; fledge needs a fast tokenizer")
         if problem := _unread(tokenizer.chat_template, self.kwargs):
-            warnings.warn(problem, TemplateWarning, stacklevel=1)  # the same place for all, so that it is shown once
+            warnings.warn(problem, TemplateWarning, stacklevel=1)  # a constant location: Python shows the warning once
 
     def with_exactly(self, kwargs: dict[str, Any]) -> ChatTemplate:
-        """The same template with other arguments, of which data may have more than this template reads."""
+        """The same template with other arguments; arguments that the template does not read cause no warning."""
         other = copy.copy(self)
         other.kwargs = dict(check_template_kwargs(kwargs, "the template's arguments"))
         return other
 
     def of(self, kwargs: dict[str, Any] | None) -> ChatTemplate:
-        """The template of a record or prompt that has arguments of its own, which take precedence over these."""
+        """The template for a record or prompt with the arguments `kwargs`, which take precedence over `self.kwargs`."""
         return self.with_exactly({**self.kwargs, **kwargs}) if kwargs else self
 
     @property
     def fields(self) -> RenderedFields:
-        """Which of tools, tool calls and reasoning the template renders, and in which form it expects them."""
+        """Whether the template renders tools, tool calls and reasoning, and the form that the template expects."""
         return self._fields("chat")
 
     def _fields(self, where: str) -> RenderedFields:
@@ -94,8 +94,8 @@ class ChatTemplate:
         return self._known_fields[key]
 
     def _unless_refused(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> str | None:
-        """Rendered messages; None if the template refuses them. Raises EndlessTemplate, since the next chat would take
-        as long."""
+        """Rendered messages; None if the template refuses the messages. Raises EndlessTemplate, since the next chat
+        would take as long."""
         try:
             return self._apply(messages, False, tools, where)
         except EndlessTemplate:
@@ -111,8 +111,8 @@ class ChatTemplate:
         """Renders the messages to text; with `prompt`, followed by the generation prompt of the assistant's turn. Tool
         calls and reasoning are passed on in the form that the template expects.
 
-        Raises ValueError, naming `where`, if there is no template or if it raises an exception, and EndlessTemplate if
-        it uses more than RENDER_SECONDS of CPU time.
+        Raises ValueError, naming `where`, if the tokenizer has no template or the template raises an exception, and
+        EndlessTemplate if rendering uses more than RENDER_SECONDS of CPU time.
         """
         return self._apply(prepared(messages, self._fields(where)), prompt, tools, where)
 
@@ -133,7 +133,7 @@ class ChatTemplate:
                 f"{where}: the tokenizer's chat template does not terminate: it was stopped after {RENDER_SECONDS:g} s "
                 f"of CPU time{_template_line(e)}; fix it, or use a tokenizer with another template"
             ) from e
-        except Exception as e:  # templates raise jinja errors, and any other type on contents they do not expect
+        except Exception as e:  # templates raise jinja errors, and any exception type on unexpected contents
             roles = " ".join(m.get("role", "?") for m in messages)
             reason = str(e) or type(e).__name__
             raise ValueError(f"{where}: the chat template refuses this conversation ({roles}): {reason}") from e
@@ -166,8 +166,8 @@ class ChatTemplate:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _plain(self, text: str, **options: Any) -> tuple[dict[str, list[Any]], list[int]]:
-        """The fields of a tokenized plain text, without the special tokens that the tokenizer adds although the text
-        writes them out, such as BOS; and the tokens left out. `options` are arguments of the tokenizer."""
+        """The fields of a tokenized plain text, and the tokens left out: a special token that the text writes out and
+        the tokenizer adds too, such as BOS, is kept once. `options` are arguments of the tokenizer."""
         # verbose=False: no warning for texts longer than the model's context, which are split into windows
         coded, doubled = self.tokenizer(text, verbose=False, **options), []
         (before, after), ids = self._added, coded["input_ids"]
@@ -191,13 +191,13 @@ class ChatTemplate:
     def documents(self, record: Record) -> list[Document]:
         """Tokenizes a record and marks the assistant's spans.
 
-        Returns one document if the template renders each turn independently of the messages after it. Some templates
-        rewrite earlier turns, for example drop their reasoning; the decoder then saw a different text when it
-        generated such a turn, so each turn that is rewritten later becomes a document of its own, rendered up to its
-        end. The record's prompt, an assistant message that opens the conversation, and a message that is empty because
-        the template drops the message's calls, are context and not supervised. Raises ValueError, quoting the
+        Returns one document if the template renders each turn independently of the messages after the turn. Some
+        templates rewrite earlier turns, for example drop the reasoning. The decoder generated a rewritten turn from a
+        different text, so each turn that is rewritten later becomes a document of its own, rendered up to the end of
+        the turn. The record's prompt, an assistant message that opens the conversation, and a message that is empty
+        because the template drops the message's calls, are context and not supervised. Raises ValueError, quoting the
         conversation, if no token or every token belongs to the assistant, and if a rendered turn does not start with
-        its own generation prompt.
+        the turn's generation prompt.
         """
         if record.template_kwargs:
             return self.of(record.template_kwargs).documents(replace(record, template_kwargs=None))
@@ -221,7 +221,7 @@ class ChatTemplate:
         full = self._render(record, len(messages), prompt=False)
         if len(turns) >= MANY_TURNS and (ranges := self._find_turns(record, turns, full)):
             return [self._document(record, full, ranges)]
-        unchanged, documents = [], []  # turns that later messages do not rewrite; a document for each of the others
+        unchanged, documents = [], []  # turns that later messages do not rewrite; a document for each rewritten turn
         for i in turns:
             before = self._render(record, i, prompt=True)
             after = full if i + 1 == len(messages) else self._render(record, i + 1, prompt=False)
@@ -234,19 +234,19 @@ class ChatTemplate:
         return [self._document(record, full, unchanged), *documents] if unchanged else documents
 
     def turn(self, record: Record, before: str) -> str:
-        """A conversation that ends with an assistant message, rendered as `documents` does when that message was
-        generated after the text `before`, with which the result starts. Raises ValueError if it does not."""
+        """A conversation that ends with an assistant message, rendered as by `documents`. `before` is the prompt after
+        which the message was generated. Raises ValueError if the rendered text does not start with `before`."""
         n = len(record.messages or [])
         return self._generated(record, n - 1, before, self._render(record, n, prompt=False))
 
     def turn_document(self, text: str, start: int, where: str) -> Document:
-        """A text of `turn`, tokenized as training does, with the turn from character `start` on as its only span.
-        Raises ValueError if no token or every token belongs to it."""
+        """A text of `turn`, tokenized as in training; the only span is the turn, from character `start` on. Raises
+        ValueError if no token or every token belongs to the turn."""
         return self._document(Record(where), text, [(start, len(text))])
 
     def _generated(self, record: Record, i: int, before: str, after: str) -> str:
         """The rendered messages up to message i, `after`, as a text that starts with the message's prompt, `before`.
-        Raises ValueError if there is none."""
+        Raises ValueError if `after` can't be changed into a text that starts with `before`."""
         if not after.startswith(before):
             after = self._after_its_prompt(record, i, before, after) or after
         if not after.startswith(before):
@@ -267,14 +267,14 @@ class ChatTemplate:
         return after
 
     def _after_its_prompt(self, record: Record, i: int, before: str, after: str) -> str | None:
-        """The prompt of message i, `before`, followed by its turn, if the template rewrites the turn, or the messages
-        before it, once it is there; None if it does not.
+        """The prompt of message i, `before`, followed by the turn of message i, for templates that rewrite the turn or
+        the earlier messages once message i is present; None if the turn is not found.
 
-        DeepSeek-R1's template opens the reasoning in the prompt, and drops it from the turn (see `continued`).
-        gpt-oss's template drops the reasoning before a tool call as soon as the final answer follows. The decoder saw
-        that reasoning when it generated the answer, so the turn is cut out of the text `after` it and put behind its
-        prompt. It begins at the last opening of a turn before the text in which `after` differs from that of another
-        answer.
+        DeepSeek-R1's template opens the reasoning in the prompt, and drops the reasoning from the turn (see
+        `continued`). gpt-oss's template drops the reasoning before a tool call as soon as the final answer follows. The
+        decoder saw the dropped reasoning when it generated the answer, so the turn is cut out of `after` and appended
+        to `before`. The turn begins at the last turn opening before the first difference between `after` and the same
+        chat rendered with a different answer.
         """
         plain = self._render(record, i, prompt=False)
         opening = before.removeprefix(plain)
@@ -295,7 +295,8 @@ class ChatTemplate:
         return before + after[start:]
 
     def losses(self, record: Record, documents: Sequence[Document]) -> tuple[str, ...]:
-        """What the template drops of a record, as keys of `chat_fields.LOSSES`. `documents` are those of the record."""
+        """The keys of `chat_fields.LOSSES` for the parts of a record that the template drops. `documents` are the
+        record's documents."""
         messages = record.messages or []
         if (text := record.text) is not None:
             ends = text if len(text) < 200 else text[:100] + text[-100:]  # where special tokens may be written out
@@ -314,10 +315,10 @@ class ChatTemplate:
         """The [start, end) character ranges of a chat's turns in its full text, in time linear in the number of turns.
 
         Rendering the chat up to every turn, as `documents` does otherwise, takes quadratic time. Here each turn, with
-        the messages since the previous turn, is rendered after the opening exchange only, where it comes last, as when
-        it was generated. If the concatenation of these pieces is a prefix of the full text, then the template renders
-        no turn differently because of the messages around it. Otherwise returns None: the caller must render every
-        turn.
+        the messages since the previous turn, is rendered directly after the opening exchange, as the last turn, as when
+        the decoder generated the turn. If the concatenation of the rendered pieces is a prefix of the full text, the
+        template renders every turn independently of the surrounding messages. Otherwise returns None: the caller must
+        render the chat up to every turn.
         """
         messages, first = record.messages or [], turns[0] + 1
         try:
@@ -339,7 +340,7 @@ class ChatTemplate:
         return ranges
 
     def _has_stop_token(self, text: str) -> bool:
-        """Whether a turn that starts with this text ends within it."""
+        """Whether a turn that starts with `text` ends within `text`."""
         return not self.stop_ids.isdisjoint(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render(self, record: Record, n: int, *, prompt: bool) -> str:
@@ -367,8 +368,8 @@ class ChatTemplate:
         return Document(np.array(ids, dtype=np.int32), spans)
 
     def _text_document(self, record: Record) -> Document:
-        """A plain text without a template, supervised from its second token. After a prompt, the completion is
-        supervised, and the tokenizer's end token, which is added to a completion without one."""
+        """A plain text without a template, supervised from the second token. With a prompt, only the completion and the
+        end token are supervised; the tokenizer's end token is added if the completion lacks an end token."""
         coded, _ = self._plain(record.text, return_offsets_mapping=True)
         ids, starts = coded["input_ids"], [a for a, _ in coded["offset_mapping"]]
         eos = self.tokenizer.eos_token_id
@@ -395,7 +396,8 @@ class ChatTemplate:
         return a + (a < len(ids) and starts[a] - self._hidden_spaces(ids[a], starts[a], text) < start)
 
     def _hidden_spaces(self, token: int, start: int, text: str) -> int:
-        """The number of leading spaces of a byte-level token that its offsets exclude (Llama-3 and GPT-2 trim them)."""
+        """The number of leading spaces of a byte-level token that the token's offsets exclude, as in Llama-3 and
+        GPT-2."""
         name = self.tokenizer.convert_ids_to_tokens(token)
         spaces = len(name) - len(name.lstrip("\u0120"))  # U+0120 represents a space in byte-level vocabularies
         return spaces if text[start - spaces : start] == " " * spaces and not text.startswith(" ", start) else 0
@@ -403,16 +405,17 @@ class ChatTemplate:
 
 @contextmanager
 def limit_compute_time(seconds: float) -> Iterator[None]:
-    """Context manager: raises ComputeTimeout inside the block after this process has used `seconds` of CPU time in it.
+    """Context manager: raises ComputeTimeout inside the block once the block has used `seconds` of CPU time.
 
-    The timer counts user CPU time only, so a suspended or busy machine does not trigger it. Python delivers signals to
-    the main thread, and Windows has no such timer: in other threads and on Windows there is no limit.
+    The timer counts only the process's user CPU time, so a suspended or busy machine does not trigger the timeout.
+    Python delivers signals to the main thread, and Windows has no virtual timer: in other threads and on Windows, CPU
+    time is not limited.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
     _install_handler()
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, min(seconds, 1.0))  # repeats, in case the code catches it
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, min(seconds, 1.0))  # repeats, in case the block catches the error
     try:
         yield
     finally:
@@ -433,7 +436,7 @@ def _common_prefix_length(a: str, b: str) -> int:
 
 
 def _template_line(error: Exception) -> str:
-    """The template line that raised an error, as a phrase for messages; empty if it was raised elsewhere.
+    """The template line that raised an error, as a phrase for messages; empty if other code raised the error.
 
     jinja compiles templates under the file name "<template>".
     """
@@ -443,8 +446,8 @@ def _template_line(error: Exception) -> str:
 
 
 def _unread(template: Any, names: Collection[str]) -> str:
-    """Which of some variables a chat template, or none of several by name, reads; empty if it reads all of them, or if
-    it is not text."""
+    """A message about the variables `names` that a chat template does not read. `template` is a text or several texts
+    by name. Empty if the template reads all variables, or is not text."""
     texts = [*template.values()] if isinstance(template, dict) else [template]
     if not all(isinstance(text, str) for text in texts):
         return ""

@@ -1,9 +1,9 @@
-"""The tokenized data of earlier runs on disk. It is found by a hash of everything that it depends on.
+"""A cache on disk of the tokenized data of earlier runs, keyed by a hash of the sources, settings and code.
 
-Each data set is a directory `tokens/HASH` of the cache, which is written once, by one process, and complete or absent:
-the tokens and spans of all documents as int32 (tokens.bin, spans.bin), where each document starts and how often each
-token occurs (documents.npz), a manifest (manifest.json), and the hashes of these files (SHA256SUMS), which are compared
-whenever the data is read.
+Each data set is a directory `tokens/HASH` of the cache, written once, by one process, and either complete or absent.
+The directory contains the tokens and spans of all documents as int32 (tokens.bin, spans.bin), the start of each
+document and the count of each token (documents.npz), a manifest (manifest.json), and the hashes of all files
+(SHA256SUMS), which are compared whenever the data is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"
 FILES = (MANIFEST, TABLE, TOKENS, SPANS)
 POLL_SECONDS = 0.2  # between two looks at whether another process has made the data
-SETTLED_NS = 2_000_000_000  # a file that changed so recently may change again within a tick of its file system's clock
+SETTLED_NS = 2_000_000_000  # a younger file may change again within one tick of the file system's clock
 
 Say = Callable[[str], None]
 Count = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
@@ -55,7 +55,7 @@ Count = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
 
 @dataclass(frozen=True)
 class DataRequest:
-    """The data that a run trains on: the sources, and everything that decides which documents are made of them.
+    """The training data of a run: the sources, and all settings that determine the documents made from the sources.
 
     `max_length` is the length of a window in tokens, and `hold_out` the number of records to hold out (see `select`).
     """
@@ -70,7 +70,7 @@ class DataRequest:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The documents to train on and the records held out. `records` and `copies` are those of `Selection`."""
+    """The documents to train on and the held-out records. `records` and `copies` are counts of `Selection`."""
 
     documents: DocumentTable
     report: DataReport
@@ -86,12 +86,12 @@ def data_files(sources: Sequence[str], cache: Path) -> dict[str, str]:
 
 
 def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, count: Count) -> TrainingData:
-    """The training data, from the cache, or made and put there; `say` is told where it is.
+    """The training data, read from the cache, or made and put into the cache; `say` is told the directory.
 
-    Several processes that ask for the same data at the same time make it once, and the others wait. `workers` is the
-    number of processes that tokenize (default: see `default_workers`), and `count` shows the progress, as
+    Of several processes that ask for the same data at the same time, one process makes the data while the others wait.
+    `workers` is the number of processes that tokenize (None: see `default_workers`), and `count` shows the progress, as
     `ProgressDisplay.count` does. If the cache cannot be written, the data is kept in memory, after a message. Raises
-    ValueError for sources that cannot be read or used, and for a file that changes meanwhile.
+    ValueError for sources that cannot be read or used, and for a source file that changes meanwhile.
     """
     sources = [SourceReader(source) for source in request.sources]
     job = _Job(request, sources, workers, say, count)
@@ -118,7 +118,7 @@ def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, 
 
 
 class _NoLocks(Exception):
-    """The cache's file system has no locks, so two processes could write the same files; the message says so."""
+    """The cache's file system has no locks, so two processes could write the same files; the message is the reason."""
 
 
 def _refuse_to_share(problem: str) -> NoReturn:
@@ -135,7 +135,7 @@ class _DiskFull(Exception):
 
 @dataclass(frozen=True)
 class _Job:
-    """One request, with the sources that it names."""
+    """One request for training data, with the readers of the requested sources."""
 
     request: DataRequest
     sources: Sequence[SourceReader]
@@ -152,7 +152,7 @@ class _Job:
         return {file: stamp(file)[:2] for source in self.sources for file in source.files}
 
     def make(self, entry: Path, stamps: dict[Path, tuple[int, int]]) -> TrainingData:
-        """Makes the data and puts it into the cache. The process must hold the entry's lock."""
+        """Makes the data and puts the data into the cache. The process must hold the entry's lock."""
         try:
             with replace_directory(entry) as new:
                 with contextlib.closing(TokenStore(new, self.say)) as store:
@@ -200,7 +200,7 @@ class _Job:
         )
 
     def read(self, entry: Path, *, report_damage: bool = False) -> TrainingData | None:
-        """The data in the cache; None if there is none, or if its files are not those that were written."""
+        """The data of a cache entry; None if the entry is absent, or if the entry's files changed after writing."""
         if not entry.exists():
             return None
         try:
@@ -216,10 +216,10 @@ class _Job:
 
 
 def _key(request: DataRequest, sources: Sequence[SourceReader], cache: Path) -> str:
-    """A hash of everything that decides what the documents and the held-out records are."""
+    """A hash of all inputs that determine the documents and the held-out records."""
     drawn = request.hold_out or any(source.share % 1 for source in sources)  # whether the seed matters
     content = {
-        # the code that makes and stores the documents, so that a change to it never finds what the old code made
+        # the code that makes and stores the documents: changed code must not read documents of the old code
         "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))],
         "libraries": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
         "sources": [[_identity(source, cache), source.share, source.source.template_kwargs] for source in sources],
@@ -235,8 +235,8 @@ def _key(request: DataRequest, sources: Sequence[SourceReader], cache: Path) -> 
 
 
 def _identity(source: SourceReader, cache: Path) -> Any:
-    """What a source contains, whatever its files are called: format, size and hash of each, or the fingerprint of a hub
-    data set, which changes with its revision and split. The mapping of its columns is a part of it."""
+    """A source's content, independent of file names: format, size and hash of each file, or the fingerprint of a hub
+    data set, which changes with revision and split; and the mapping of the source's columns."""
     if not source.local:
         return [source.hub_data._fingerprint, source.columns]
     files = [[format_of(file), file.stat().st_size, content_sha256(file, cache)] for file in source.files]
@@ -255,7 +255,7 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
 
 
 def _write_problem(directory: Path) -> str | None:
-    """Why files cannot be written to a directory, which is created if necessary; None if they can."""
+    """The reason why no file can be written to a directory, which is created if necessary; None if writing works."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -285,7 +285,7 @@ def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
 
 
 def _load(entry: Path, names: Sequence[str]) -> TrainingData:
-    """Reads an entry of the cache. Raises an exception if its files are not those that were written."""
+    """Reads an entry of the cache. Raises an exception if the entry's files changed after writing."""
     recorded = (entry / SUMS).read_text(errors="replace").splitlines()
     for name in FILES:
         if f"{content_sha256(entry / name, entry.parent.parent)}  {name}" not in recorded:
@@ -312,7 +312,7 @@ def _load(entry: Path, names: Sequence[str]) -> TrainingData:
 
 def _without_name(text: str, names: Sequence[str]) -> tuple[int, str]:
     """Splits a text that starts with the name of a file or data set into the name's index and the rest, since the same
-    content may have another name in a later run. The index is -1 for other texts."""
+    content may have a different name in a later run. The index is -1 for a text that starts with no name."""
     found = [i for i, name in enumerate(names) if text.startswith(name)]
     i = max(found, key=lambda i: len(names[i]), default=-1)
     return i, text[len(names[i]) :] if found else text
@@ -335,8 +335,8 @@ def stamp(file: Path) -> tuple[int, int, int]:
 def content_sha256(file: Path, cache: Path) -> str:
     """SHA-256 of a file's content, in hexadecimal.
 
-    It is remembered in the directory `hashes` of the cache, and used again as long as the file's `stamp` is the same.
-    If the directory cannot be written, it is computed each time.
+    The hash is stored in the directory `hashes` of the cache, and used again as long as the file's `stamp` is the same.
+    If the directory cannot be written, the hash is computed each time.
     """
     path = os.path.realpath(file)
     note = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"

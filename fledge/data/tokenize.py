@@ -1,5 +1,5 @@
-"""Tokenizing records: batches of records become arrays, in this process or in several worker processes, and the arrays
-a table of documents.
+"""Tokenizes records: batches of records become arrays, in this process or in several worker processes, and the arrays
+become a table of documents.
 
 Workers are programs of their own (`work`). A forked worker could deadlock, as a copy of a process with threads.
 Processes of `multiprocessing` or `concurrent.futures` would run the user's script again, and would outlive a training
@@ -29,10 +29,10 @@ from fledge.data.documents import DocumentTable, TokenStore, grouped, windows
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate, EndlessTemplate
 
-BATCH_RECORDS, BATCH_CHARACTERS = 64, 1 << 18  # a batch ends when it has so many records, or so much text
-RECORDS_PER_WORKER = 5_000  # one process tokenizes so many short chats in the second or two in which a worker starts
+BATCH_RECORDS, BATCH_CHARACTERS = 64, 1 << 18  # the first limit reached ends a batch
+RECORDS_PER_WORKER = 5_000  # short chats that a process tokenizes while a worker starts, which takes 1 to 2 seconds
 NOTHING = np.zeros(0, dtype=np.int32)
-MAX_WORKERS = 32  # more are not kept busy by the process that reads the records and writes the tokens
+MAX_WORKERS = 32  # one process reads the records and writes the tokens, and can't keep more workers busy
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class TokenizedBatch:
-    """The documents of successive records. `tokens` and `spans` hold all documents one after the other, int32 [n];
+    """The documents of successive records. `tokens` and `spans` are the concatenation of all documents, int32 [n];
     `lengths` and `supervised` count the tokens of each document, int32 [D].
 
-    `documents` and `windowed` are the numbers of documents, and of texts that were longer than a window, of each
-    record, int32 [R]. `refused` are the reasons of refused records, and `losses` what the template drops of records
-    (see `ChatTemplate.losses`), both by the record's index.
+    `documents` and `windowed` count each record's documents, and each record's texts longer than a window, int32 [R].
+    `refused` are the reasons of refused records, and `losses` the parts of records that the template drops (see
+    `ChatTemplate.losses`), both by the record's index.
     """
 
     tokens: np.ndarray
@@ -120,7 +120,7 @@ def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def default_workers(records: int) -> int:
-    """The number of processes for so many records: one for each core, and only this one for small data."""
+    """The number of tokenizing processes: one for each core, at most MAX_WORKERS, and 1 for few records."""
     return max(1, min(_cores(), MAX_WORKERS, records // RECORDS_PER_WORKER))
 
 
@@ -132,8 +132,8 @@ def _cores() -> int:
 def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
     """Context manager: yields a function that tokenizes batches and returns the results in the batches' order.
 
-    With 1 worker, batches are tokenized in this process. Worker processes end with the context, and give the results,
-    and the error of the first refused record, that this process would.
+    With 1 worker, batches are tokenized in this process. Worker processes end with the context. Results, and the error
+    of the first refused record, do not depend on the number of workers.
     """
     if workers == 1:
         yield lambda todo: (tokenize(batch, settings) for batch in todo)
@@ -146,7 +146,7 @@ def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
         ) from e
     started: list[_Worker] = []
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    pool = ThreadPoolExecutor(workers)  # a thread for each worker; it waits for the worker's answer
+    pool = ThreadPoolExecutor(workers)  # each thread waits for the answer of one worker
 
     def ask(batch: list[Record]) -> TokenizedBatch:
         worker = idle.get()
@@ -159,7 +159,7 @@ def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
         pending: deque[Future[TokenizedBatch]] = deque()
         for batch in todo:
             pending.append(pool.submit(ask, batch))
-            if len(pending) > 3 * workers:  # so that memory is bounded
+            if len(pending) > 3 * workers:  # bounds the memory
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -176,11 +176,11 @@ def tokenizing(settings: Settings, workers: int) -> Iterator[Tokenize]:
 
 
 class _Worker:
-    """A process that tokenizes the batches that it is asked for, one at a time."""
+    """A worker process, which tokenizes one batch at a time."""
 
     def __init__(self, startup: bytes):
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        # a worker computes nothing on a GPU, and threads of several workers would compete for the cores
+        # workers compute nothing on a GPU, and the threads of several workers would compete for the cores
         environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.connection, theirs = Pipe()
         with theirs:
@@ -189,7 +189,7 @@ class _Worker:
                 [sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path, **environment},
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 stdout=2,  # a library may print in a worker; the command's output has only results
-                process_group=0,  # Ctrl-C on the terminal reaches only the training process, which stops its workers
+                process_group=0,  # Ctrl-C on the terminal reaches only the training process, which stops the workers
             )  # fmt: skip
         self.startup: bytes | None = startup
 
@@ -239,8 +239,8 @@ class DataReport:
     """Statistics of `make_documents`, shown before training.
 
     `windowed` documents were longer than a window, `refused` records could not be used, and `first_refusal` is the
-    reason for the first of them. `tokens` and `supervised` count the tokens of all documents. `losses` are the numbers
-    of records of which the chat template drops something, by the keys of LOSSES.
+    reason of the first refused record. `tokens` and `supervised` count the tokens of all documents. `losses` count the
+    records of which the chat template drops a part, by the keys of LOSSES.
     """
 
     records: int
@@ -271,11 +271,11 @@ def make_documents(
 ) -> tuple[DocumentTable, DataReport]:  # fmt: skip
     """Tokenizes records, marks the assistant's spans, and splits documents into windows of `max_length` tokens.
 
-    A record that the template refuses raises ValueError; with `skip_bad` it is counted as refused instead. `skipped`
-    are the error messages of records that could not be read, and are counted as refused as well. `advance` is called
-    after each record. `order` are the indices of the records, int64, in the order of their documents; an index may
-    occur several times, and by default each occurs once. The tokens are put into `store` (default: memory) and made by
-    `workers` processes (see `tokenizing`). Raises ValueError if no record is usable.
+    A record that the template refuses raises ValueError; with `skip_bad` the record is counted as refused instead.
+    `skipped` are the error messages of unreadable records, which are counted as refused as well. `advance` is called
+    after each record. `order` are the indices of the records, int64, in the order of the documents; an index may occur
+    several times (None: every record once). `workers` processes (see `tokenizing`) put the tokens into `store` (None:
+    memory). Raises ValueError if no record is usable.
     """
     store = store or TokenStore()
     done: list[TokenizedBatch] = []
@@ -313,8 +313,8 @@ def make_documents(
 
 
 def _documents_of(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The indices of the documents of records, one record after the other, int64. `counts` is the number of documents
-    of each record; those of record 0 come first."""
+    """The indices of the documents of the records in `order`, one record after the other, int64. `counts` is the number
+    of documents of each record; document indices start with the documents of record 0."""
     repeats = counts[order].astype(np.int64)
     first = (np.cumsum(counts, dtype=np.int64) - counts)[order]
     return np.arange(repeats.sum()) + np.repeat(first - (np.cumsum(repeats) - repeats), repeats)

@@ -20,7 +20,8 @@ def choose_vocabulary(
     """The ids in `keep` and the most frequent target ids among supervised tokens, `size` ids in total.
 
     Ties go to the lower id. Returns the ids in ascending order, int64 [size], and the fraction of supervised tokens
-    that they cover. Raises ValueError if `size` is not in 1 .. `vocab_size`, or if a token is not below `vocab_size`.
+    that the ids cover. Raises ValueError if `size` is not in 1 .. `vocab_size`, or if a token is not below
+    `vocab_size`.
     """
     if not 0 < size <= vocab_size:
         raise ValueError(f"--draft-vocab {size} is outside 1..{vocab_size}, the target's vocabulary")
@@ -40,8 +41,8 @@ def coverage_of(ids_W: Tensor, documents: Sequence[Document], vocab_size: int) -
 
 
 def missing_from(ids_W: Tensor, documents: Sequence[Document], vocab_size: int, most: int) -> list[tuple[int, int]]:
-    """The supervised tokens that the target ids `ids_W` lack, as (token id, number of occurrences): the `most` frequent
-    ones, in this order; ties go to the lower id. Raises ValueError if a token is not below `vocab_size`."""
+    """The `most` frequent supervised tokens that the target ids `ids_W` lack, as (token id, number of occurrences), the
+    most frequent first; ties go to the lower id. Raises ValueError if a token is not below `vocab_size`."""
     counts = _counts(documents, vocab_size)
     counts[ids_W.numpy()] = 0
     return [(i, int(counts[i])) for i in np.argsort(-counts, kind="stable")[:most].tolist() if counts[i]]
