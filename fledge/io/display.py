@@ -1,6 +1,6 @@
 """Terminal output of the commands: messages and progress on standard error, results on standard output.
 
-Text that comes from files or models is escaped, so that no terminal interprets control characters in it.
+Text from files and models is escaped, so that no terminal interprets control characters.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-KEPT_START, KEPT_END = 1400, 600  # characters of a longer message that are printed
+KEPT_START, KEPT_END = 1400, 600  # printed characters at the start and at the end of a longer message
 LINE_INTERVAL = 20  # seconds between two progress lines, where standard error is not a terminal
 SPEED_WINDOW = 600  # seconds over which the speed is averaged to estimate the remaining time
 MIN_LABEL_WIDTH = 16  # terminal columns that a table's row labels get at least
 MIN_BAR_WIDTH = 80  # a narrower terminal (in columns) shows no bar, only the counts
-MIN_SPEED_WIDTH = 50  # and a terminal that is still narrower no speed
+MIN_SPEED_WIDTH = 50  # a narrower terminal (in columns) shows no speed
 
 # control characters, line separators, lone surrogates, and characters that change the direction of text
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -60,8 +60,8 @@ def format_message(text: object) -> str:
 
 
 def fit(text: str, width: int) -> str:
-    """`text` in lines of at most `width` terminal columns, broken at spaces. What is copied from a message stays in one
-    piece, which the terminal wraps: longer words, such as paths, and a command that ends the message."""
+    """`text` in lines of at most `width` terminal columns, broken at spaces. Words longer than a line, such as paths,
+    and a command at the end of the message stay unbroken for copying; the terminal wraps long pieces."""
     command = _COMMAND.search(text)
     words = [*text[: command.start() - 1].split(" "), command[0]] if command else text.split(" ")
     lines = [words[0]]
@@ -74,14 +74,15 @@ def fit(text: str, width: int) -> str:
 
 
 def fit_stream(text: str, stream: TextIO) -> str:
-    """`fit` to the width of a stream, if it is a terminal."""
+    """`text`, broken by `fit` to the stream's width if the stream is a terminal."""
     console = Console(file=stream)
     return fit(text, console.width) if console.is_terminal else text
 
 
 @contextmanager
 def held_warnings() -> Iterator[None]:
-    """Shows the warnings of the block after it, so that none comes in the middle of a line of text."""
+    """Context manager: shows the warnings of the block after the block, so that no warning interrupts a line of
+    text."""
     held: list[tuple[Any, Any]] = []
     show = warnings.showwarning
     warnings.showwarning = lambda *given, **more: held.append((given, more))
@@ -94,7 +95,7 @@ def held_warnings() -> Iterator[None]:
 
 
 def print_error(error: object) -> None:
-    """Prints an error message to standard error, if that is still open."""
+    """Prints an error message to standard error. Does nothing if standard error is closed."""
     stream = FaultTolerantStream(sys.stderr)
     print(fit_stream(f"fledge: {format_message(error)}", stream), file=stream, flush=True)
 
@@ -106,7 +107,7 @@ class _ResultConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
-        raise  # the exception that rich is handling when it calls this method
+        raise  # re-raises the BrokenPipeError that rich is handling
 
 
 def _print_line(console: Console, line: str) -> None:
@@ -124,7 +125,7 @@ class ResultPrinter:
         _print_line(self.console, line)
 
     def amounts(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Prints labelled amounts: a table of two columns on a terminal, else a line for each."""
+        """Prints labelled amounts: as a table of two columns on a terminal, else a line for each amount."""
         if self.console.is_terminal:
             labels, amounts = zip(*rows, strict=True)
             self.table({heading: labels, "": amounts}, optional=())
@@ -133,10 +134,10 @@ class ResultPrinter:
             self.print(f"{heading}: {label}: {amount}")
 
     def table(self, columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> list[str]:
-        """Prints a table, given as its columns by heading. The first column holds the row labels and wraps if needed.
+        """Prints a table of columns by heading. The first column holds the row labels and wraps if needed.
 
-        If the table is still too wide, the columns named in `optional` are omitted, in that order, until it fits.
-        Returns the headings of the omitted columns.
+        If the table is still too wide, columns in `optional` are omitted, in the order of `optional`, until the table
+        fits. Returns the headings of the omitted columns.
         """
         shown = {heading: [format_message(cell) for cell in cells] for heading, cells in columns.items()}
         omitted: list[str] = []
@@ -155,7 +156,7 @@ class ResultPrinter:
 
 
 def _min_width(columns: Mapping[str, Sequence[str]]) -> int:
-    """The terminal columns that a table needs. The padding takes two for each column, and one more in total."""
+    """The width of a table in terminal columns. The padding is 2 for each column of the table, plus 1."""
     labels, *others = (max(map(cell_len, (heading, *cells))) for heading, cells in columns.items())
     return min(labels, MIN_LABEL_WIDTH) + sum(others) + 2 * len(columns) + 1
 
@@ -167,7 +168,7 @@ def redirect_to_devnull(stream: TextIO) -> None:
 
 
 class FaultTolerantStream:
-    """A stream that may be closed by its reader (a closed pipe, a terminal that hung up).
+    """An output stream whose reader may close the stream (a closed pipe, a terminal that hung up).
 
     After the first failed write, `closed_by_reader` is True and further output is discarded.
     """
@@ -207,21 +208,22 @@ class ProgressDisplay:
 
     @property
     def stderr_closed(self) -> bool:
-        """Whether the reader of standard error has closed it."""
+        """Whether the reader of standard error has closed the stream."""
         return self._stream.closed_by_reader
 
     def say(self, line: str) -> None:
-        """Prints a message. On a terminal, it is broken at spaces, but not in a command or path, to be copied."""
+        """Prints a message. On a terminal, lines are broken at spaces, but not within a command or path, for
+        copying."""
         _print_line(self.console, line)
 
     @contextmanager
     def count(
         self, label: str, total: int | None, done: int = 0, unit: str | None = None, passing: bool = False
     ) -> Iterator[Callable[..., None]]:
-        """Context manager: shows a progress bar of `total` items (None: it is not known how many), `done` of which are
-        finished already. Yields a function that adds n finished items (by default one). With `unit`, the name of the
-        items, it also shows how many are finished per second or minute. With `passing`, nothing of it stays on a
-        terminal, and lines are printed only if it takes long."""
+        """Context manager: shows a progress bar of `total` items (None: unknown), of which `done` are finished already.
+        Yields a function that adds n finished items (default: 1). With `unit`, the name of the items, the bar also
+        shows the finished items per second or minute. With `passing`, the bar disappears from a terminal at the end,
+        and elsewhere lines are printed only if the block takes LINE_INTERVAL or longer."""
         bar = _ProgressBar(self, label, total, done, passing)
 
         def advance(n: int = 1) -> None:
@@ -235,11 +237,11 @@ class ProgressDisplay:
             bar.close()
 
     def start_training(self, label: str, steps: int) -> None:
-        """Shows the progress bar of a training run, before its first step."""
+        """Shows the progress bar of a training run, before the first step."""
         self._training = _ProgressBar(self, label, steps)
 
     def step(self, steps: int, metrics: dict[str, Any]) -> None:
-        """Shows the metrics of a training step: loss, simulated τ, speed, and the decoded τ if it was measured."""
+        """Shows the metrics of a training step: loss, simulated τ, speed, and a decoded τ if measured."""
         tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
         speed = f"{metrics['tokens_per_s']:,.0f} tokens/s"
         self._training.update(metrics["step"], f"loss {_loss(metrics)}  {tau}", speed)
@@ -249,14 +251,14 @@ class ProgressDisplay:
             self.close()
 
     def close(self) -> None:
-        """Ends the training bar, so that later messages appear below it."""
+        """Ends the training bar, so that later messages appear below the bar."""
         if self._training is not None:
             self._training.close()
             self._training = None
 
 
 def _rate(per_second: float, unit: str) -> str:
-    """A speed as text, by the minute where it is slow."""
+    """A speed as text, per minute below one item per second."""
     if per_second < 1:
         return f"{60 * per_second:.1f} {unit}/min"
     return f"{per_second:,.{1 if per_second < 10 else 0}f} {unit}/s"
@@ -303,8 +305,8 @@ class _ProgressBar:
         return self.bar.tasks[0]
 
     def update(self, done: int, note: str = "", rate: str = "") -> None:
-        """Sets the number of finished items. `note` is shown in place of the label, `rate` after it, where a narrow
-        terminal crops the label only; both are at the end of a line."""
+        """Sets the number of finished items. A bar shows `note` in place of the label, followed by `rate`, and crops
+        only the note on a narrow terminal. A printed line ends with `note` and `rate`."""
         self.note = "".join(f"  {text}" for text in (note, rate) if text)
         self.bar.update(self.id, completed=done, description=note or self.label, rate=rate)
         if self.prints_lines and time.monotonic() - self.printed_at >= LINE_INTERVAL:
@@ -331,7 +333,7 @@ class _LabelColumn(ProgressColumn):
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in hours and minutes, or in seconds if it is less than two minutes."""
+    """A duration as text in hours and minutes; in seconds below two minutes."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -339,7 +341,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in the largest decimal unit of which there is at least one."""
+    """A number of bytes as text, in the largest decimal unit not above the number."""
     units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3}
     unit = next((u for u in units if count >= units[u]), None)
     return f"{count / units[unit]:,.2f} {unit}" if unit else f"{count:,.0f} bytes"

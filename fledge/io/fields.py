@@ -1,5 +1,5 @@
-"""Reading JSON that others wrote, and validation of a draft's config.json: a table with the type and range of every
-field that fledge reads."""
+"""Reads untrusted JSON, and validates a draft's config.json by a table with the type and range of every field that
+fledge reads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-MOST_BYTES = 2**26  # of a JSON file; configs, indices and records have far fewer
+MOST_BYTES = 2**26  # largest JSON file that is read; configs, indices and records are far smaller
 MOST_LAYERS = 512  # upper bound of num_hidden_layers, in which some trainers leave the target's layer count
 MAX_SHOWN = 60  # characters of a wrong value that an error message quotes
-# Names that chat template arguments may not have: the parameters of transformers' apply_chat_template and of its
-# renderer, and the tokenizer's special tokens. Passed as arguments, they would replace the template or its input, or
-# change how it is rendered, instead of setting a variable of the template.
+# Forbidden names of chat template arguments: the parameters of transformers' apply_chat_template and renderer, and the
+# tokenizer's special tokens. An argument with a forbidden name would replace the template or the messages, or change
+# the rendering, instead of setting a variable of the template.
 RESERVED = frozenset(
     "conversation conversations messages tools documents chat_template add_generation_prompt continue_final_message "
     "tokenize sanitize_control_tokens padding truncation max_length return_tensors return_dict "
     "return_assistant_tokens_mask tokenizer_kwargs kwargs bos_token eos_token "
     "unk_token sep_token pad_token cls_token mask_token additional_special_tokens".split()
 )
-# names of compute dtypes, and of the torch dtypes that they stand for
+# names of compute dtypes: names of torch dtypes
 DTYPES = {
     "auto": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
@@ -34,7 +34,7 @@ MAX_KWARGS_LENGTH = 10_000  # characters of the chat template arguments as JSON
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError if it is not JSON, or nested too deeply for Python."""
+    """The value of a JSON text. Raises ValueError if the text is not JSON, or nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError as e:
@@ -42,10 +42,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(file: Path, most: int | None = None) -> Any:
-    """The value in a JSON file. Raises ValueError as `parse_json`, and for more than `most` bytes (default:
+    """The value in a JSON file. Raises ValueError as `parse_json`, and for more than `most` bytes (None:
     MOST_BYTES)."""
     most = MOST_BYTES if most is None else most
-    with file.open("rb") as f:  # its size is not asked for, since that of a device is 0
+    with file.open("rb") as f:  # reads without asking for the file's size, since a device has size 0
         content = f.read(most + 1)
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
@@ -83,7 +83,7 @@ def _is_number(x: Any) -> bool:
 
 
 def list_of(kind: Kind, max_length: int) -> Kind:
-    """A list of at most `max_length` values of one kind; it may be empty."""
+    """A list of at most `max_length` values of one kind; an empty list is allowed."""
     return Kind(
         f"a list of at most {max_length:,} values, each {kind.description}",
         lambda x: isinstance(x, list) and len(x) <= max_length and all(map(kind.accepts, x)),
@@ -145,7 +145,7 @@ FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "max_length": POSITIONS,
     "coverage": non_negative(1),
 }
-SPECULATORS = {  # the fields of speculators' format that it does not share with CONFIG, and those it is told apart by
+SPECULATORS = {  # fields that only speculators' format has, and shared fields that `io.formats` reads
     "speculators_model_type": TEXT,
     "speculators_config": OBJECT,
     "transformer_layer_config": OBJECT,
@@ -197,7 +197,7 @@ CONFIG = {
     "bos_token_id": either(TOKEN, list_of(TOKEN, 64)),
     "eos_token_id": either(TOKEN, list_of(TOKEN, 64)),
     "pad_token_id": TOKEN,
-    # those that `io.deviations` reads
+    # fields that `io.formats.deviations` reads
     "layer_types": list_of(TEXT, 4096),
     "sliding_window": integer(0, 2**40),
     "quantization_config": OBJECT,
@@ -223,10 +223,10 @@ class Fields:
         return self._values.get(key) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a field, or `default` if it is missing or null.
+        """The value of a field, or `default` if the field is missing or null.
 
         Raises ValueError, naming the field, if the table does not allow the value, and KeyError for a key that is not
-        in the table, which is a bug of the caller.
+        in the table (a bug of the caller).
         """
         kind, value = self._table[key], self._values.get(key)
         if value is None:
@@ -242,7 +242,7 @@ class Fields:
 
 
 def format_value(value: Any) -> str:
-    """A value from a file as error messages quote it: at most about 80 characters."""
+    """A value from a file as text for error messages: at most about 80 characters."""
     if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
         return f"a number of more than {MAX_SHOWN} digits"
     if isinstance(value, float) and not math.isfinite(value):
@@ -253,8 +253,8 @@ def format_value(value: Any) -> str:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The torch dtype of one of the names in DTYPES; None for None and for auto. A torch dtype is returned unchanged.
-    Raises ValueError for anything else."""
+    """The torch dtype of a name in DTYPES; None for None and for auto. A torch dtype is returned unchanged. Raises
+    ValueError for anything else."""
     import torch
 
     if dtype is None or isinstance(dtype, torch.dtype):
@@ -266,12 +266,12 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that is not empty; the name of its class without a message."""
+    """The first non-empty line of an error's message; the name of the error's class without a message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shortened(text: str) -> str:
-    """A string from a file as error messages quote it, cut after MAX_SHOWN characters."""
+    """A string from a file as text for error messages, cut after MAX_SHOWN characters."""
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + ".."
 
 

@@ -22,7 +22,7 @@ TEMPORARY = ".fledge-new-"
 
 
 class DiskFullError(OSError):
-    """A full disk, with the message for people, which begins with the cause and not with its number."""
+    """A full disk. The message is for people and starts with the cause, without the errno."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -37,8 +37,8 @@ def replace_directory(directory: Path) -> Iterator[Path]:
 
     Only one process at a time may replace a directory (see `exclusive_lock`). Processes that read through
     `read_consistent` see either the complete old content or the complete new content, even after a crash at any
-    moment. If `directory` is a symbolic link, the directory it points to is replaced. If the block raises, the old
-    content stays. A full disk raises OSError with the cause and a remedy.
+    moment. If `directory` is a symbolic link, the link's target is replaced. If the block raises, the old content
+    stays. A full disk raises OSError with the cause and a remedy.
     """
     directory = Path(os.path.realpath(directory))
     new, old = sibling_path(directory, "new"), sibling_path(directory, "old")
@@ -112,7 +112,7 @@ def _version(directory: Path) -> tuple[Path, tuple[int, ...] | None]:
 
 
 def cache_directory(given: str | None = None) -> Path:
-    """Where tokenized data and compiled code are kept: the given directory, FLEDGE_CACHE, or `fledge` in the user's
+    """The directory of tokenized data and compiled code: the given directory, FLEDGE_CACHE, or `fledge` in the user's
     cache directory."""
     if named := given or os.environ.get("FLEDGE_CACHE"):
         return Path(named).expanduser().absolute()
@@ -143,10 +143,11 @@ def replace_text(file: str | Path, text: str) -> None:
 
 
 def replace_file(file: str | Path, parts: Iterable[bytes]) -> None:
-    """Writes a file of several parts atomically (see `replace_parts`). If `file` is a symbolic link, the file it points
-    to is replaced.
+    """Writes a file of several parts atomically (see `replace_parts`). If `file` is a symbolic link, the link's target
+    is replaced.
 
-    The name of the temporary file follows from that of `file`: the next writer removes what a killed writer left.
+    The name of the temporary file follows from the name of `file`: the next writer removes the temporary file of a
+    killed writer.
     """
     import fcntl
 
@@ -165,7 +166,7 @@ def replace_file(file: str | Path, parts: Iterable[bytes]) -> None:
 
 def replace_parts(file: Path, parts: Iterable[bytes | memoryview], temporary: Path) -> None:
     """Writes a file of several parts atomically: to `temporary`, a path in the same directory, which is then renamed. A
-    file that a killed process left there is replaced. A full disk raises OSError with the cause and a remedy; the old
+    temporary file left by a killed process is replaced. A full disk raises OSError with the cause and a remedy; the old
     content of `file` stays."""
     try:
         with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as f:
@@ -194,7 +195,7 @@ def sha256_of(file: Path) -> str:
 
 
 def disk_full_errno(error: BaseException | None) -> int | None:
-    """The errno if an exception, or one in its chain of causes, reports a full disk; otherwise None.
+    """The errno if an exception, or an exception in the chain of causes, reports a full disk; otherwise None.
 
     torch.save raises a RuntimeError whose context is the OSError, torch.distributed.checkpoint an exception with the
     failures of all ranks.
@@ -213,9 +214,9 @@ def disk_full_errno(error: BaseException | None) -> int | None:
 
 
 def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -> Path:
-    """Checks, before a job starts its work, that it can write a file (or a directory) at `path`, and returns the path.
+    """Checks, before a job starts, that a file (or a directory) can be written at `path`, and returns the path.
 
-    `flag` names the option in messages. Raises ValueError if the path is empty, is something else than a file (or a
+    `flag` names the option in messages. Raises ValueError if the path is empty, exists as anything but a file (or a
     directory), or cannot be written.
     """
     if not str(path):
@@ -231,14 +232,14 @@ def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -
         raise ValueError(f"{flag} {path} cannot be created: {existing} is not a directory; choose another name")
     written = [existing]
     if path.is_file():
-        written.append(Path(os.path.realpath(path)).parent)  # the temporary file or the lock is created there
+        written.append(Path(os.path.realpath(path)).parent)  # the directory of the temporary file or the lock
     if locked := next((p for p in written if not os.access(p, os.W_OK)), None):
         raise ValueError(f"{flag} {path} cannot be written: no write permission for {locked}; choose another name")
     return path
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
+    """The path if it exists, else the nearest existing parent."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
@@ -253,7 +254,7 @@ class InUse(ValueError):
 def exclusive_lock(lock: Path, resource: str, warn: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """Context manager: holds an exclusive lock on the file `lock` while the block runs.
 
-    `resource` names what the lock protects, for messages. The operating system releases the lock when the process ends
+    `resource` names the protected resource, for messages. The operating system releases the lock when the process ends
     for any reason, so a lock file left behind locks nothing. Raises InUse, naming the owning process, if another
     process holds the lock, and ValueError if the lock file cannot be opened. If the file system does not support locks,
     `warn` is called with a message and the block runs without a lock.
@@ -276,7 +277,7 @@ def _acquire(lock: Path, resource: str, warn: Callable[[str], None]) -> int:
             # NFS only locks files opened for writing; O_NOFOLLOW because the target of a link would be overwritten
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            continue  # the process that had created the parent directory removed it again
+            continue  # a different process removed the parent directory again
         except OSError as e:
             raise ValueError(f"{resource} cannot be written: its lock {lock} cannot be opened ({e.strerror})") from e
         try:

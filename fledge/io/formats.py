@@ -1,11 +1,11 @@
 """A draft's config.json in the formats of other projects: ids of layers, speculators' config, and fields that fledge
 refuses.
 
-speculators' format is what `vllm serve DRAFT` loads. The flat layout is that of vLLM and SGLang, with all fields at the
-top level. speculators' has the fields of the decoder layers under `transformer_layer_config`, and under
+`vllm serve DRAFT` loads speculators' format. The flat layout of vLLM and SGLang has all fields at the top level.
+speculators' format has the fields of the decoder layers under `transformer_layer_config`, and under
 `speculators_config` the target ("verifier") and the number of tokens to draft. Sources: speculators' config classes
-(`SpeculatorModelConfig`, `Eagle3SpeculatorConfig`, `PEagleSpeculatorConfig`, `EagleSpeculatorConfig`) and the functions
-of vLLM that read such files (transformers_utils/configs/speculators).
+(`SpeculatorModelConfig`, `Eagle3SpeculatorConfig`, `PEagleSpeculatorConfig`, `EagleSpeculatorConfig`) and vLLM's
+reader of speculators' configs (transformers_utils/configs/speculators).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fledge.io.fields import (
 )
 from fledge.methods import Method
 
-# An engine's id of a hidden state minus fledge's. fledge numbers them as transformers' `hidden_states`: id i is the
-# input of layer i, i.e. the output of layer i - 1, and 0 is the embedding. SGLang and DeepSpec number the layers whose
-# outputs are read.
+# An engine's id of a hidden state minus fledge's id. fledge numbers hidden states as transformers' `hidden_states`: id
+# i is the input of layer i, i.e. the output of layer i - 1, and 0 is the embedding. In SGLang and DeepSpec, id i is the
+# output of layer i.
 OFFSETS = {"vllm": 0, "speculators": 0, "safeailab": 0, "sglang": -1, "deepspec": -1}
 
 
@@ -54,12 +54,12 @@ LAYER_FIELDS = (
     "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
     "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_parameters",
     "partial_rotary_factor", "original_max_position_embeddings",
-    # vLLM takes all fields of the layers for the draft's, and needs this one to read other than three hidden states
+    # vLLM reads layer fields as fields of the draft; without num_aux_hidden_states, vLLM expects three hidden states
     "num_aux_hidden_states",
 )  # fmt: skip
 DRAFT_FIELDS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
 NORM_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-MASK_FIELDS = ("mask_token_id", "ptd_token_id")  # the second is the name in early versions
+MASK_FIELDS = ("mask_token_id", "ptd_token_id")  # early versions of speculators write ptd_token_id
 
 
 def is_speculators(hf: dict[str, Any]) -> bool:
@@ -70,9 +70,9 @@ def is_speculators(hf: dict[str, Any]) -> bool:
 def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
     """The flat layout of a config.json in speculators' format.
 
-    The target's name becomes `fledge.target`, unless fledge has recorded one, and the number of tokens to draft
-    `fledge.depth`, unless fledge has written the file, where it may be a default. Raises ValueError for kinds of drafts
-    and of layers that fledge does not have.
+    The target's name becomes `fledge.target`, unless the file has a `fledge.target`. The number of tokens to draft
+    becomes `fledge.depth`, except in a file written by fledge, where the number may be a default. Raises ValueError for
+    kinds of drafts and of layers that fledge does not have.
     """
     top = Fields(hf, SPECULATORS)
     kind = top.get("speculators_model_type")
@@ -141,10 +141,10 @@ def speculators_config(
 
 
 # -- fields with which an engine computes a draft otherwise than fledge ------------------------------------------------
-# They get into a draft's config.json with the config of a target or of another kind of draft. Engines load such a draft
-# without a message.
+# These fields get into a draft's config.json with the config of a target or of a different kind of draft. Engines load
+# a draft with these fields without a message.
 
-# the fields that are read here alone: with other values than those of a `Deviation`, no engine acts on them
+# fields that only `deviations` reads; engines ignore the fields, except for values that are a `Deviation`
 REFUSED_FIELDS = ("layer_types", "sliding_window", "quantization_config", "logit_scale", "dflash_config",
           "dspark_noise_token_id")  # fmt: skip
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of the mask token's id
@@ -152,8 +152,8 @@ MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engin
 
 @dataclass(frozen=True)
 class Deviation:
-    """What an engine makes of a config.json and fledge does not: what the file says, what it does where the draft is
-    served, and the cure."""
+    """A field of config.json with which an engine computes a draft otherwise than fledge: `cause` is the field's value,
+    `symptom` the effect in the engine that serves the draft, and `cure` the change to make."""
 
     cause: str
     symptom: str

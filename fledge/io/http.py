@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 ENDPOINTS = ("/chat/completions", "/completions", "/models")  # behind /v1
 CONNECT_SECONDS, GET_SECONDS = 10.0, 60.0
-RETRIES = 8  # attempts after the first one; with the delays below they span some two minutes
-FIRST_DELAY, LAST_DELAY = 0.5, 60.0  # seconds before the first repetition, which double, and their maximum
-MOST_BYTES = 2**26  # of an answer, and of a line of a stream, decompressed
-LINE_END = re.compile(rb"[\r\n]")  # of an event stream; CRLF gives an empty line more
-BAD_REQUEST = (400, 413, 422)  # statuses that concern one request, e.g. a prompt that is too long
-PASSING = (408, 425, 429)  # statuses that are worth another attempt, as are all of 500 and above
+RETRIES = 8  # attempts after the first attempt; with the delays below, all attempts span some two minutes
+FIRST_DELAY, LAST_DELAY = 0.5, 60.0  # the first delay in seconds, which doubles each time, and the longest delay
+MOST_BYTES = 2**26  # largest answer, and largest line of a stream, decompressed
+LINE_END = re.compile(rb"[\r\n]")  # line end of an event stream; CRLF gives an additional empty line
+BAD_REQUEST = (400, 413, 422)  # statuses that concern a single request, e.g. too long a prompt
+PASSING = (408, 425, 429)  # statuses after which a request is repeated, as after all statuses from 500 on
 
 
 class ServerProblem(ValueError):
@@ -43,11 +43,12 @@ class BadRequest(ValueError):
 
 
 class UnusableAnswer(ValueError):
-    """An answer that is not read: it is too large, or redirects to another server."""
+    """An answer is too large, or redirects to a different server, and is not read."""
 
 
 class Passing(Exception):
-    """A failure that another attempt may not have. `delay` is the number of seconds that the server asked to wait."""
+    """A passing failure: a repeated attempt may succeed. `delay` is the number of seconds that the server asks to wait
+    (None: the server names no delay)."""
 
     def __init__(self, reason: str, delay: float | None = None):
         super().__init__(reason)
@@ -58,14 +59,14 @@ class Passing(Exception):
 
 
 def root_of(url: str) -> str:
-    """The address of a server without /v1 and what stands behind it. Raises ValueError for an address that is not http
-    or https, whose port is none, or that `refuse_credentials` refuses."""
+    """The address of a server, cut before /v1. Raises ValueError for an address that is not http or https, has an
+    invalid port, or is refused by `refuse_credentials`."""
     refuse_credentials(url)
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         httpx2.URL(parts.geturl())
-    except (ValueError, httpx2.InvalidURL):  # of brackets, of a port, and of the host's name
+    except (ValueError, httpx2.InvalidURL):  # invalid brackets, port or host name
         usable = False
     if not usable:
         raise ValueError(f"{url} is not the address of a server; write it as http://localhost:8000")
@@ -76,8 +77,8 @@ def root_of(url: str) -> str:
 
 
 def refuse_credentials(url: str) -> None:
-    """Raises ValueError, without quoting the address, if a user, password or key can be in it: records and messages
-    name addresses."""
+    """Raises ValueError, without quoting the address, if the address may contain a user, password or key: records and
+    messages name addresses."""
     if not {"@", "?", "#"}.isdisjoint(url):
         raise ValueError(
             "the address of a server must not have @, ? or #, behind which a user, password or key would be written "
@@ -87,8 +88,8 @@ def refuse_credentials(url: str) -> None:
 
 
 def key_in(variable: str) -> str | None:
-    """The API key in an environment variable; None if there is none. Raises ValueError, without quoting the key, for
-    characters that no header can have."""
+    """The API key in an environment variable; None if the variable is unset or empty. Raises ValueError, without
+    quoting the key, for characters that no header can have."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
@@ -141,7 +142,7 @@ class Http:
         await self._client.aclose()
 
     async def text(self, path: str) -> str:
-        """The body of a GET request. Raises ServerProblem if there is none, without a second attempt."""
+        """The body of the answer to a GET request. Raises ServerProblem if the only attempt fails."""
         try:
             return await self._attempt("GET", path, _text, min(self.timeout, GET_SECONDS))
         except Passing as e:
@@ -150,7 +151,7 @@ class Http:
             raise ServerProblem(f"{self.root}{path}: {e}") from e
 
     async def json(self, path: str) -> Any:
-        """The JSON of a GET request. Raises ServerProblem as `text`, and for anything but JSON."""
+        """The JSON of the answer to a GET request. Raises ServerProblem as `text`, and for anything but JSON."""
         body = await self.text(path)
         try:
             return parse_json(body)
@@ -160,11 +161,12 @@ class Http:
     async def post(
         self, path: str, body: dict[str, Any], read: Callable[[float, httpx2.Response], Awaitable[T]]
     ) -> T:  # fmt: skip
-        """Posts a request until it is answered, or as often as allowed. `read` gets the time (`time.perf_counter`) at
-        which the request was sent and the response, and gives the answer; it may raise `Passing` or UnusableAnswer.
+        """Posts a request, repeated after passing failures at most `retries` times. `read` gets the time
+        (`time.perf_counter`) of sending the request and the response, and returns the answer; `read` may raise
+        `Passing` or UnusableAnswer.
 
-        Raises BadRequest if the server refuses this request, and ServerProblem if it refuses every request, or if no
-        attempt succeeds.
+        Raises BadRequest if the server refuses this request, and ServerProblem if the server refuses every request, or
+        if no attempt succeeds.
         """
         for attempt in range(self.retries + 1):
             try:
@@ -185,7 +187,7 @@ class Http:
         self, method: str, path: str, read: Callable[[float, httpx2.Response], Awaitable[T]], seconds: float,
         body: Any = None,
     ) -> T:  # fmt: skip
-        """What `read` makes of the response. Raises `Passing` if another attempt may succeed."""
+        """The result of `read` for the response. Raises `Passing` if a repeated attempt may succeed."""
         started = time.perf_counter()
         try:
             async with (
@@ -196,7 +198,7 @@ class Http:
                     raise self._refusal(path, response, await _text(started, response))
                 try:
                     return await read(started, response)
-                except (AttributeError, TypeError, KeyError, IndexError) as e:  # JSON of another form, e.g. of a proxy
+                except (AttributeError, TypeError, KeyError, IndexError) as e:  # unexpected JSON, e.g. of a proxy
                     raise Passing("an answer in another form than that of OpenAI's servers") from e
         except TimeoutError as e:
             raise Passing(f"no answer within {seconds:g} s") from e
@@ -208,7 +210,7 @@ class Http:
             raise ServerProblem(f"{self.root}{path}: {_reason(e)}") from e
 
     def _refusal(self, path: str, response: httpx2.Response, text: str) -> Exception:
-        """The exception for a response of another status than 200."""
+        """The exception for a response with a status other than 200."""
         code, said = response.status_code, _status(response.status_code, text)
         if code in PASSING or code >= 500:
             after = response.headers.get("retry-after", "")
@@ -236,7 +238,7 @@ def _status(code: int, text: str) -> str:
 
 
 def _reason(error: httpx2.HTTPError) -> str:
-    """A short text for a failure of the connection, the same for every connection."""
+    """A short text for a failed connection, without the address."""
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
         return "no connection"
     if isinstance(error, httpx2.TimeoutException):
@@ -247,8 +249,7 @@ def _reason(error: httpx2.HTTPError) -> str:
 
 
 def background_loop(owner: object) -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a thread as long as the object `owner` exists, for requests of code that is not
-    asynchronous."""
+    """An event loop that runs in a thread as long as the object `owner` exists, for requests of synchronous code."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     weakref.finalize(owner, loop.call_soon_threadsafe, loop.stop)
@@ -272,13 +273,14 @@ async def _text(started: float, response: httpx2.Response) -> str:
 
 
 async def json_object(started: float, response: httpx2.Response) -> dict[str, Any]:
-    """The JSON object of a response, for `Http.post`. Raises `Passing` for anything else, and for an error in it."""
+    """The JSON object of a response, for `Http.post`. Raises `Passing` for anything else, and for an object with an
+    `error`."""
     return _parsed(await _content(response))
 
 
 async def json_objects(response: httpx2.Response, stream: bool) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a response: its body, or the `data:` lines of a stream up to [DONE]. Raises `Passing` as
-    `json_object`, and for a stream without its end."""
+    """The JSON objects of a response: the body, or the `data:` lines of a stream up to [DONE]. Raises `Passing` as
+    `json_object`, and for a stream without [DONE]."""
     if not stream:
         yield _parsed(await _content(response))
         return
@@ -292,7 +294,7 @@ async def json_objects(response: httpx2.Response, stream: bool) -> AsyncIterator
 
 
 async def _lines(response: httpx2.Response) -> AsyncIterator[bytes]:
-    """The lines of an event stream. Raises UnusableAnswer for one of more than MOST_BYTES."""
+    """The lines of an event stream. Raises UnusableAnswer for a line of more than MOST_BYTES."""
     line = bytearray()
     async for chunk in response.aiter_bytes():
         *ends, beginning = LINE_END.split(chunk)

@@ -1,5 +1,5 @@
-"""Model names: local directories, or Hugging Face hub ids with an optional revision (owner/name@revision); and the
-download of what they name, with its progress for whoever shows it."""
+"""Model names (local directories, or Hugging Face hub ids with an optional revision, owner/name@revision), and the
+download of named files. A counter (`show_progress`) can show the progress of downloads."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ DRAFT_FILES = (
 
 
 class Counter(Protocol):
-    """As `ProgressDisplay.count`: shows how many of `total` items are finished. `unit` is the name of the items."""
+    """A callable like `ProgressDisplay.count`: shows the number of finished items of `total`. `unit` names the
+    items."""
 
     def __call__(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A context manager, which yields a function to call with the number of items that are finished in addition."""
+        """A context manager that yields a function, to be called with the number of newly finished items."""
 
 
 _counter: ContextVar[Counter | None] = ContextVar("counter of downloads and loaded tensors", default=None)
 
 
 def show_progress(counter: Counter) -> None:
-    """Lets `counter` show what is downloaded and loaded, in the current context (`contextvars`) from now on."""
+    """Lets `counter` show downloads and loaded tensors, in the current context (`contextvars`) from now on."""
     _counter.set(counter)
 
 
 def progress_counter() -> Counter | None:
-    """The counter of the current context; None if nobody shows progress."""
+    """The counter of the current context; None without a call of `show_progress`."""
     return _counter.get()
 
 
@@ -54,13 +55,13 @@ def split_revision(name: str | Path) -> tuple[str, str | None]:
 
 
 def hub_id(name: str | Path) -> str | None:
-    """The hub id in a model name, without its revision; None for a local path, and for anything else."""
+    """The hub id in a model name, without the revision; None for a local path, and for anything else."""
     match = None if Path(name).exists() else HUB_ID.fullmatch(str(name))
     return match["id"] if match else None
 
 
 def cached_commit(name: str | Path) -> str | None:
-    """The commit of a hub model's config.json in the local cache, from which it is loaded; None if it is not there."""
+    """The commit of a hub model's config.json in the local cache; None if the cache lacks config.json."""
     path = _cached(*split_revision(name), "config.json") if hub_id(name) else None
     return path and path.parent.name
 
@@ -68,8 +69,9 @@ def cached_commit(name: str | Path) -> str | None:
 def draft_directory(name: str | Path) -> Path:
     """The local directory of a draft: the path itself, or the directory that a hub id was downloaded to.
 
-    A name is returned as a path, without asking the hub, if it exists, if it is not a valid hub id, or if its parent
-    is an existing directory (a local path with a typo). Raises ValueError if a hub id cannot be downloaded.
+    A name is returned as a path, without asking the hub, if the path exists, if the name is not a valid hub id, or if
+    the path's parent is an existing directory (a local path with a typo). Raises ValueError if a hub id cannot be
+    downloaded.
     """
     path = Path(name)
     parent_exists = path.parent != Path() and path.parent.is_dir()
@@ -101,9 +103,9 @@ def download_weights(repository: str, revision: str | None) -> None:
 
 
 def download_files(repository: str, revision: str | None, files: Collection[str]) -> None:
-    """Downloads files of a model to the hub library's cache if they are not there, and if progress is shown
-    (`show_progress`): whoever reads them next, as transformers does, would download them without it. Does nothing
-    for a local directory. Files that cannot be downloaded are left to the reader, which reports the error."""
+    """Downloads a model's missing files to the hub library's cache, with progress. Does nothing for a local directory,
+    or without `show_progress`: the later reader, such as transformers, then downloads the files, without progress.
+    Files that cannot be downloaded are left to the later reader, which reports the error."""
     from huggingface_hub import HfApi
 
     if not _shows_downloads(repository):
@@ -119,7 +121,7 @@ def _shows_downloads(repository: str) -> bool:
 
 
 def _cached(repository: str, revision: str | None, file: str) -> Path | None:
-    """The path of a file in the hub library's cache, without asking the hub; None if it is not there."""
+    """The path of a file in the hub library's cache, without asking the hub; None if the cache lacks the file."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(repository, file, revision=revision)
@@ -138,7 +140,8 @@ def _download_if_there(repository: str, revision: str | None, file: str) -> Path
 
 
 def _snapshot(repository: str, revision: str | None, patterns: Iterable[str], size: int | None = None) -> Path:
-    """The local directory of a hub model's files with these patterns, which are downloaded."""
+    """Downloads the files of a hub model that match `patterns`. Returns the local directory. `size` is the sum of the
+    files' bytes, for the progress (None: unknown)."""
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = dict(revision=revision, allow_patterns=list(patterns))
@@ -149,9 +152,9 @@ def _snapshot(repository: str, revision: str | None, patterns: Iterable[str], si
 
 
 def _counting_bar(repository: str, counter: Counter, stack: contextlib.ExitStack, size: int | None) -> type:
-    """A class of bars for the hub library, which are not drawn: the megabytes that they count are shown by one bar of
-    `counter`. It begins with the first megabyte, and `stack` ends it. Without `size`, its total is that of the files
-    whose download has begun by then."""
+    """A tqdm class for the hub library whose bars are not drawn: a single bar of `counter` shows the megabytes of all
+    bars. The shown bar begins with the first megabyte, and `stack` ends the shown bar. If `size` is None, the total is
+    the size of the files whose download has begun at the first megabyte."""
     from tqdm import tqdm
 
     lock, advance, shown = threading.Lock(), None, 0
@@ -160,14 +163,15 @@ def _counting_bar(repository: str, counter: Counter, stack: contextlib.ExitStack
         monitor_interval = 0  # no thread that redraws
 
         def __init__(self, *args: Any, name: str | None = None, **options: Any):
-            """`name`, of a group of the hub library's bars, is given by some of its versions."""
+            """Ignores `name`, the name of a group of bars, which some versions of the hub library pass."""
             super().__init__(*args, **options | {"file": io.StringIO(), "disable": False})
 
         def display(self, *_: Any, **__: Any) -> bool:
             return True
 
         def update(self, n: float | None = 1) -> bool | None:
-            """Called by the threads that download; of received and of written bytes, those count that are ahead."""
+            """Called by the downloading threads. The progress is the larger count of received bytes and of written
+            bytes."""
             nonlocal advance, shown
             with lock:
                 updated = super().update(n)
@@ -185,7 +189,8 @@ def _counting_bar(repository: str, counter: Counter, stack: contextlib.ExitStack
 
 
 def architectures(name: str | Path) -> tuple[str, ...]:
-    """The `architectures` in a model's config.json, by directory or hub id; () if the file cannot be had."""
+    """The `architectures` in the config.json of a model, given by directory or hub id; () if no config.json can be
+    read."""
     try:
         file = Path(name) / "config.json"
         if not Path(name).is_dir():

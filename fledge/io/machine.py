@@ -1,5 +1,5 @@
-"""The machine and this process: devices, processor, free memory, what a record says of them, and the signals that stop
-a command: SIGINT (Ctrl-C), SIGTERM, and SIGHUP when the terminal is closed."""
+"""Devices, processor and free memory of the machine, the description of the machine in records, and the signals that
+stop a command: SIGINT (Ctrl-C), SIGTERM, and SIGHUP when the terminal is closed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 INFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
-# a container's limit and what it uses of it, of cgroups of version 2 and 1
+# a container's memory limit and memory use, in cgroups of version 2 and of version 1
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -31,8 +31,8 @@ CGROUPS = (
 
 
 def resolve_device(device: str) -> str:
-    """The device, with "auto" replaced by "cuda" if there is a GPU, else by "cpu". Raises ValueError for a device that
-    does not exist on this machine, and for other types than CPU and CUDA."""
+    """The device, with "auto" replaced by "cuda" on a machine with a GPU, else by "cpu". Raises ValueError for a device
+    that does not exist on this machine, and for a device that is neither a CPU nor a CUDA GPU."""
     import torch
 
     if device == "auto":
@@ -51,7 +51,7 @@ def resolve_device(device: str) -> str:
 
 
 def processor_name() -> str:
-    """The model name of the CPU, such as "AMD EPYC"; its architecture where the system does not say."""
+    """The model name of the CPU, such as "AMD EPYC"; the CPU's architecture if the model is unknown."""
     lines = INFO.read_text().splitlines() if INFO.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
@@ -62,16 +62,15 @@ def is_x86() -> bool:
 
 
 def is_intel() -> bool:
-    """Whether the CPU is an x86 of Intel."""
+    """Whether the CPU is an x86 processor by Intel."""
     if not INFO.exists():  # Windows
         return "GenuineIntel" in platform.processor()
     with INFO.open() as f:
-        return "GenuineIntel" in f.read(4096)  # of the first core, since Linux asks each core that is read
+        return "GenuineIntel" in f.read(4096)  # only the first core, since Linux queries each core when it is read
 
 
 def free_bytes(device: str | torch.device) -> int | None:
-    """The bytes that are free on a GPU, or in the memory of the machine or of the container that this runs in; None
-    where that is not known."""
+    """The free bytes of a GPU's memory, or of the memory of the machine or its container; None if unknown."""
     import torch
 
     device = torch.device(device)
@@ -106,13 +105,13 @@ def environment(device: str, dtype: str) -> dict[str, Any]:
 
 
 def command() -> list[str]:
-    """The command line of this process, as it would be typed."""
+    """The words of the command line that started this process, with `fledge` as the program."""
     return ["fledge", *sys.argv[1:]]
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with `+` appended if files of the package differ from it; None outside a
-    checkout. The environment variable FLEDGE_COMMIT names it for sources that were copied without their repository."""
+    """The commit of this checkout, with `+` appended if files of the package differ from the commit; None outside a
+    checkout. The environment variable FLEDGE_COMMIT names the commit of sources copied without a repository."""
     if named := os.environ.get("FLEDGE_COMMIT"):
         return named
     root = Path(__file__).resolve().parents[2]
@@ -132,8 +131,8 @@ def commit() -> str | None:
 
 
 def stopping_signals() -> list[signal.Signals]:
-    """The three signals without those that are ignored, as SIGHUP is under nohup; none outside the main thread, which
-    alone may set handlers."""
+    """SIGINT, SIGTERM and SIGHUP, except ignored signals, such as SIGHUP under nohup. Empty outside the main thread,
+    since only the main thread may set handlers."""
     if threading.current_thread() is not threading.main_thread():
         return []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -141,8 +140,8 @@ def stopping_signals() -> list[signal.Signals]:
 
 
 def is_assembler_error(error: BaseException | None) -> bool:
-    """Whether the error is Triton's PTXASError: its assembler, ptxas, failed. Triton runs it as a process of its own,
-    which a terminal's Ctrl-C ends too. The class is known by name, as Triton need not be installed."""
+    """Whether the error is Triton's PTXASError: the assembler ptxas failed. A terminal's Ctrl-C also ends the ptxas
+    process, which makes Triton raise PTXASError. The class is compared by name, as Triton need not be installed."""
     return type(error).__name__ == "PTXASError"
 
 

@@ -1,4 +1,4 @@
-"""Reading the tensors of drafts: the files that hold them, and the names that other projects give them."""
+"""Reads the tensors of drafts, from every file format of drafts and under the tensor names of other projects."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fledge.config import DraftConfig
 from fledge.io.fields import first_line, read_json, shortened
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"  # of weights that are split into several files
+INDEX = "model.safetensors.index.json"  # the index of weights that are split into several files
 PICKLED = "pytorch_model.bin"  # the weights file of the EAGLE authors' drafts
 MAX_INDEX_BYTES = 2**24
 SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-# the first layer in the names of vLLM, and of speculators' EAGLE-1; the fusion layer in the latter
+# the first layer in vLLM's names, the first layer in the names of speculators' EAGLE-1, and EAGLE-1's fusion layer
 PREFIXES = {"layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
 
 
@@ -28,22 +28,22 @@ PREFIXES = {"layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.":
 
 
 def weights_file(directory: Path) -> Path:
-    """The file with a draft's weights: a safetensors file, the index of several, or a pickle, in this order. Without
-    any of them it is the path of the first, which does not exist."""
+    """The file with a draft's weights: a safetensors file, an index of several safetensors files, or a pickle, in this
+    order. The path of the safetensors file if no weights file exists."""
     candidates = (directory / name for name in (WEIGHTS, INDEX, PICKLED))
     return next((file for file in candidates if file.is_file()), directory / WEIGHTS)
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """All tensors of a `weights_file`. Code in a pickle is not run. Raises ValueError if the file, or a file that the
-    index names, is missing, truncated or of another format."""
+    index names, is missing, truncated or of an unknown format."""
     if not file.is_file():
         raise ValueError(f"{file} does not exist; the draft's weights are missing")
     if file.name == INDEX:
         return _read_shards(file)
     try:
         if file.name == PICKLED:
-            with warnings.catch_warnings(action="ignore"):  # torch's, about pickles of other programs
+            with warnings.catch_warnings(action="ignore"):  # torch warns about pickles of other programs
                 return _named_tensors(torch.load(file, map_location="cpu", weights_only=True))
         with safe_open(file, framework="pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
@@ -62,11 +62,11 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def stray_weights(directory: Path, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The names of weight files that are not the draft's, which engines read in addition or in place of them.
+    """The names of stray weight files: files beside the draft's weights that engines read too, or read instead.
 
-    `tensors` are those of the draft's own files (`read_tensors`). vLLM and SGLang read all safetensors files, or those
-    that an index lists; SafeAILab's code reads `pytorch_model.bin` before safetensors. A file with the same tensors is
-    no stray: conversions leave both.
+    `tensors` are the tensors of the draft's own files (`read_tensors`). vLLM and SGLang read all safetensors files, or
+    all files that an index lists; SafeAILab's code reads `pytorch_model.bin` before safetensors. A file with the same
+    tensors is no stray: conversions leave two copies.
     """
     file = weights_file(directory)
     own = {file.name, *(_read_index(file).values() if file.name == INDEX else ())}
@@ -80,7 +80,7 @@ def stray_readers(stray: str) -> tuple[str, ...]:
 
 
 def stray_symptom(stray: str) -> str:
-    """What engines do with a file of `stray_weights`."""
+    """The effect of a file of `stray_weights` in the engines that read the file."""
     if "safeailab" in stray_readers(stray):
         return "SafeAILab's code reads it in place of the draft's weights"
     return "vLLM and SGLang read it too: its tensors replace those of the draft, or vLLM refuses them"
@@ -92,7 +92,8 @@ def _is_weights(file: Path) -> bool:
 
 
 def _is_copy(file: Path, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a file has only tensors that the draft has too; a pickle, which is read alone, must have all of them."""
+    """Whether a file has only tensors of the draft. A pickle must have all tensors of the draft, since SafeAILab's code
+    reads a pickle alone."""
     try:
         if file.name == INDEX:
             return set(_read_index(file).values()) == {WEIGHTS}
@@ -114,7 +115,8 @@ def _unreadable(file: Path, error: Exception) -> ValueError:
 
 
 def _named_tensors(content: Any) -> dict[str, Tensor]:
-    """Raises ValueError unless a pickle's content is a dict of dense tensors whose storage has all their values."""
+    """Returns a pickle's content. Raises ValueError unless the content is a dict of dense tensors, each with a storage
+    of all values."""
     if not isinstance(content, dict):
         raise ValueError(f"it holds a value of type {type(content).__name__}, not a dict of tensors")
     for name, x in content.items():
@@ -163,8 +165,8 @@ def _is_shard(name: Any) -> bool:
 def to_draft_names(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
     """The tensors under `Draft`'s names, without tensors that engines write or accept but a draft does not use.
 
-    Fused projections (`qkv_proj`, `gate_up_proj`) are split. Raises ValueError for a tensor that is there twice, and
-    for a fused one whose rows do not fit the config.
+    Fused projections (`qkv_proj`, `gate_up_proj`) are split. Raises ValueError for a tensor that occurs twice, and for
+    a fused projection whose rows do not fit the config.
     """
     out: dict[str, Tensor] = {}
     for given, tensor in tensors.items():
@@ -177,13 +179,13 @@ def to_draft_names(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str,
         for part, rows in _split(name, tensor, config).items():
             if part in out:
                 raise ValueError(f"{shortened(given)} is in the file twice, under two names")
-            rows = rows.reshape(1, 1, -1) if part == "mask_hidden" else rows  # vLLM also reads other shapes of it
+            rows = rows.reshape(1, 1, -1) if part == "mask_hidden" else rows  # vLLM accepts several shapes
             out[part] = rows.to(torch.int64) if rows.dtype == torch.int32 else rows  # some trainers' d2t is int32
     return out
 
 
 def _split(name: str, tensor: Tensor, config: DraftConfig) -> dict[str, Tensor]:
-    """The parts of a fused projection, each with its name; other tensors as they are."""
+    """The parts of a fused projection, by name; a tensor that is no fused projection stays whole."""
     keys, inner = config.num_key_value_heads * config.head_dim, config.intermediate_size
     fused = {
         "self_attn.qkv_proj.": {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": keys, "v_proj": keys},
