@@ -1,4 +1,4 @@
-"""Checks of a draft's files: with each other, with its target, and with what training recorded."""
+"""Checks whether a draft's files fit together, fit the target, and agree with the record of training."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ ADDED_EMBEDDING = (
     "vLLM reads tokens through it in place of the target's: acceptance of a few percent, or failure if its size differs"
 )
 COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
-MOST_NAMES = 3  # of tensors in a sentence
-# what engines do with a file that lacks tensors, and with tensors that are not part of the draft
+MOST_NAMES = 3  # at most so many tensors are named in a sentence
+# the symptoms of a file that lacks tensors, and of tensors that are not part of the draft
 MISSING = (
     "vLLM and SGLang load most such files without a message, with norms left at 1, matrices uninitialized and the "
     "target's head in place of a missing head: acceptance falls, mostly to chance"
 )
 UNKNOWN = "vLLM refuses the file or leaves them out, and SGLang leaves them out: acceptance falls if they were trained"
-# what engines do where a field that `DraftConfig` does not depend on is not the one that training wrote: its place in
-# config.json, the value that engines take for a missing field, and the symptom
+# fields of config.json that `DraftConfig` does not depend on, but engines do: the place in config.json, the value that
+# engines take for a missing field, and the symptom if the field differs from training
 ENGINE_FIELDS = (
     ("architectures", None, "an engine refuses the draft or computes another kind; fledge export writes its class"),
     ("model_type", None, "an engine computes the layer of another family of models"),
@@ -62,9 +62,9 @@ NOT_COMPARED = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with a draft or its target: what it is, what it does where the draft is served, and the cure.
-    `check` is the name of the check; the others are sentences without their capital and full stop, since they may begin
-    with the name of a tensor or field."""
+    """A fault of a draft or its target, found by the check named `check`: the cause, the symptom in an engine that
+    serves the draft, and the cure. `cause`, `symptom` and `cure` are sentences without capital and full stop, since a
+    sentence may begin with the name of a tensor or field."""
 
     check: str
     cause: str
@@ -77,9 +77,9 @@ class Finding:
 
 @dataclass
 class Report:
-    """The result of all checks. `passed` are (check, what was compared), `notes` remarks that are no faults, and
-    `measured` the figures of the replay and of decoding by name. `files_only` tells that the target computed
-    nothing."""
+    """The result of all checks. `passed` are (check, description of the comparison), `notes` remarks that are no
+    faults, and `measured` the figures of the replay and of decoding by name. `files_only` is True if the target
+    computed nothing."""
 
     findings: list[Finding] = field(default_factory=list)
     passed: list[tuple[str, str]] = field(default_factory=list)
@@ -88,26 +88,27 @@ class Report:
     files_only: bool = False
 
     def add(self, check: str, findings: list[Finding], otherwise: str) -> bool:
-        """Adds the findings of a check, or if there are none, what it has shown. Returns whether there are none."""
+        """Adds the findings of a check. A check without findings is added as passed, with the text `otherwise`. Returns
+        whether the check passed."""
         self.findings += findings
         if not findings:
             self.passed.append((check, otherwise))
         return not findings
 
     def failed(self, *checks: str) -> bool:
-        """Whether one of these checks has a finding; without names, whether any has."""
+        """Whether a check named in `checks` has a finding; without names, whether any check has a finding."""
         return any(not checks or f.check in checks for f in self.findings)
 
 
 @dataclass(frozen=True)
 class DraftOnDisk:
-    """The files of a draft, read without checking that they fit together.
+    """The files of a draft, read without checking that the files fit together.
 
-    `hf` is the content of config.json, in the flat layout, and `config` what fledge reads from it and the tensors.
-    `tensors` have the names of `Draft`'s state dict, `names` are those in the file, and `marked` the target ids that
-    `t2d` marks (`marked_ids`). `speculators` tells whether config.json is in speculators' format, which SGLang does not
-    read. `deviations` are the fields of config.json that fledge refuses elsewhere, and `strays` weight files that are
-    not the draft's.
+    `hf` is the content of config.json, in the flat layout, and `config` the DraftConfig of config.json and the tensors.
+    `tensors` have the names of `Draft`'s state dict, `names` are the names in the file, and `marked` the target ids
+    that `t2d` marks (`marked_ids`). `speculators` tells whether config.json is in speculators' format, which SGLang
+    does not read. `deviations` are the fields of config.json that fledge refuses elsewhere, and `strays` the weight
+    files beside the draft's weights (`stray_weights`).
     """
 
     hf: dict[str, Any]
@@ -121,7 +122,8 @@ class DraftOnDisk:
 
 
 def read_files(name: str | Path) -> tuple[DraftOnDisk | Finding, Probe | Finding | None]:
-    """A draft's files and its probe, each of them a finding if it cannot be read; no probe if it has none."""
+    """A draft's files and probe. Unreadable files, or an unreadable probe, are returned as a finding. The probe is None
+    if the draft has no probe."""
     return read_consistent(draft_directory(name), lambda directory: (_read_draft(directory), _read_probe(directory)))
 
 
@@ -157,9 +159,8 @@ def _read_probe(directory: Path) -> Probe | Finding | None:
 
 
 def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Sequence[str]) -> list[Finding]:
-    """Tensors that are missing, unknown, of wrong shapes or dtypes, or damaged, and weight files beside the draft's
-    that these engines (keys of TITLES) read. The map d2t is not among them if it is only missing
-    (`vocabulary_findings`)."""
+    """Findings about tensors that are missing, unknown, of wrong shapes or dtypes, or damaged, and about stray weight
+    files that `engines` (keys of TITLES) read. A missing or wrong map d2t belongs to `vocabulary_findings`."""
     sized = meta_draft(draft.config)
     expected = sized.state_dict()
     added = _embedding_was_added(draft, record)
@@ -197,7 +198,7 @@ def weight_findings(draft: DraftOnDisk, record: ProbeRecord | None, engines: Seq
 
 
 def _embedding_was_added(draft: DraftOnDisk, record: ProbeRecord | None) -> bool:
-    """Whether the draft has an embedding of its own, and had none when fledge wrote it."""
+    """Whether the draft has an embedding of its own, and had none when fledge wrote the draft."""
     own = draft.hf.get("fledge", {}).get("own_embeddings")
     trained = record.draft_config.own_embeddings if record else own
     return EMBEDDING in draft.tensors and trained is False
@@ -210,7 +211,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[Finding]:
-    """What is wrong with the map between the vocabularies of draft and target."""
+    """Findings about the map between the vocabularies of draft and target."""
     config, d2t = draft.config, draft.tensors.get("d2t")
     W, V = config.draft_vocab_size, config.vocab_size
     cure = "copy the draft again; d2t[i] is the target's id of draft token i, minus i"
@@ -262,8 +263,8 @@ def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[
 def layer_findings(
     draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
 ) -> tuple[list[Finding], list[str]]:
-    """Findings and notes about the lists of the target's layers in config.json that these engines read, compared with
-    each other and with those of training."""
+    """Findings and notes about the lists of the target's layers in config.json: every list that fledge or one of
+    `engines` reads is compared with the layers of training."""
     try:
         ours = tuple(sorted(layers_of(draft.config, target)))
         read = {engine: layers_read(draft.hf, engine, target.num_layers) for engine in engines}
@@ -277,7 +278,7 @@ def layer_findings(
     for *reader, layers in readers:
         elsewhere = record is None and "fledge" not in draft.hf
         if layers != trained and elsewhere and value_at(draft.hf, reader[1]) is None:
-            # whoever made the draft may not have meant this engine
+            # the draft may not be made for this engine
             finding = _layer_finding([reader], layers, trained)
             notes.append(f"{finding.cause}. Before serving it there, {finding.cure}.")
         elif layers != trained:
@@ -288,8 +289,8 @@ def layer_findings(
 def _layer_finding(
     readers: Sequence[tuple[str, str, list[int]]], read: Sequence[int], trained: Sequence[int]
 ) -> Finding:  # fmt: skip
-    """The finding for readers of the same layers `read`, which are not those of training. A reader has a name, the
-    place of its list in config.json, and the list that should be there."""
+    """The finding for readers of the layers `read`, where training read the layers `trained`. A reader is a name, the
+    place of the reader's list in config.json, and the right value of the list."""
     names = " and ".join(f"{name} ({place})" for name, place, _ in readers)
     names += " reads" if len(readers) == 1 else " read"
     return Finding(
@@ -303,8 +304,8 @@ def _layer_finding(
 def config_findings(
     draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
 ) -> list[Finding]:
-    """Fields of config.json that are not those of training, that contradict each other, or that these engines refuse or
-    misread."""
+    """Findings about fields of config.json that differ from training, contradict each other, or are refused or misread
+    by `engines`."""
     config, hf = draft.config, draft.hf
     found = [Finding("config", odd.cause, odd.symptom, odd.cure) for odd in draft.deviations]
     changed = changed_fields(config, record) if record else []
@@ -336,12 +337,12 @@ def config_findings(
 
 
 def _engine_findings(draft: DraftOnDisk, record: ProbeRecord, known: Container[str]) -> Iterator[Finding]:
-    """Fields of ENGINE_FIELDS that are not those of training, without the names of known findings."""
+    """Findings about ENGINE_FIELDS that differ from training, except fields in `known`."""
     for place, default, symptom in ENGINE_FIELDS:
         now, before = (value_at(hf, place) for hf in (draft.hf, record.config))
         if place in known or (default if now is None else now) == (default if before is None else before):
             continue
-        if place == "bias" and draft.config.family.fuses_embedding:  # of fc, which the weights decide
+        if place == "bias" and draft.config.family.fuses_embedding:  # the weights decide the bias of fc
             continue
         was, cure = f"was {_short_json(before)} in training", f"set it back to {_short_json(before)}"
         if before is None:
@@ -351,7 +352,7 @@ def _engine_findings(draft: DraftOnDisk, record: ProbeRecord, known: Container[s
 
 
 def changed_fields(config: DraftConfig, record: ProbeRecord) -> list[tuple[str, str, str]]:
-    """The fields of a draft's config that differ from the recorded ones: (name, value now, value before)."""
+    """The fields of a draft's config that differ from the record: (name, value now, value before)."""
     before = record.draft_config
     return [
         (name, *_shown(name, getattr(config, name), getattr(before, name)))
@@ -365,7 +366,7 @@ def _short_json(value: Any) -> str:
 
 
 def _shown(name: str, now: Any, before: Any) -> tuple[str, str]:
-    """Two values as text; of two RoPE configs, the fields that differ."""
+    """Two values of a field as text; for two RoPE configs, only the differing fields."""
     if name != "rope":
         return format_value(now), format_value(before)
     names = [f.name for f in fields(RopeConfig) if getattr(now, f.name) != getattr(before, f.name)]
@@ -373,7 +374,8 @@ def _shown(name: str, now: Any, before: Any) -> tuple[str, str]:
 
 
 def _rope_contradiction(hf: dict[str, Any]) -> str:
-    """How the two ways of writing RoPE in a config.json contradict each other; empty if they do not."""
+    """A sentence about a contradiction between rope_theta or rope_scaling and rope_parameters in a config.json; empty
+    without a contradiction."""
     older = {k: v for k, v in hf.items() if k != "rope_parameters"}
     newer = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
     if not hf.get("rope_parameters") or not (hf.get("rope_theta") or hf.get("rope_scaling")):
@@ -381,7 +383,7 @@ def _rope_contradiction(hf: dict[str, Any]) -> str:
     try:
         first, second = RopeConfig.from_hf(older), RopeConfig.from_hf(newer)
     except ValueError:
-        return ""  # an incomplete one, which the other completes
+        return ""  # one of the two is incomplete and needs the fields of the second
     if first == second:
         return ""
     now, before = _shown("rope", first, second)
@@ -389,7 +391,8 @@ def _rope_contradiction(hf: dict[str, Any]) -> str:
 
 
 def norm_output_note(draft: DraftOnDisk) -> str:
-    """What `norm_output` may have meant in training; empty for a draft that SpecForge cannot have trained."""
+    """A note about the meaning of `norm_output` in older versions of SpecForge; empty for a draft that SpecForge cannot
+    have trained."""
     config = draft.config
     by_specforge = "fledge" not in draft.hf and any(name.startswith("midlayer.") for name in draft.names)
     if not config.norm_output or config.family.one_pass or not by_specforge:
@@ -403,7 +406,7 @@ def norm_output_note(draft: DraftOnDisk) -> str:
 
 
 def target_findings(draft: DraftOnDisk, target: Target) -> list[Finding]:
-    """Why the draft does not fit the target."""
+    """A finding with the reason if the draft does not fit the target; otherwise none."""
     problem = mismatch(draft.config, target)
     return [
         Finding("target", f"the draft does not fit {target.name}: {problem}", "engines fail, or accept almost no token",
@@ -412,7 +415,8 @@ def target_findings(draft: DraftOnDisk, target: Target) -> list[Finding]:
 
 
 def rope_note(draft: DraftOnDisk, target: Target) -> str:
-    """How a draft's RoPE differs from its target's; empty if it does not, or where that is not known."""
+    """A note about differences between the draft's RoPE and the target's RoPE; empty if there is none, or if the
+    target's RoPE is unknown."""
     known = draft.config.provenance.max_length or draft.config.max_position_embeddings
     try:
         theirs = RopeConfig.from_hf(target.shape).for_length(known)
@@ -427,8 +431,8 @@ def rope_note(draft: DraftOnDisk, target: Target) -> str:
 def template_findings(
     draft: DraftOnDisk, target: Target, record: ProbeRecord, renders: Mapping[str, Sequence[str]]
 ) -> tuple[list[Finding], list[str]]:
-    """Findings and notes about the chat template. `renders` are the chats of the record as the target's template
-    renders them with the template arguments in config.json ("now") and with those of training ("before")."""
+    """Findings and notes about the chat template. `renders` are the record's chats, rendered by the target's template
+    with the template arguments in config.json ("now") and with the template arguments of training ("before")."""
     kwargs, before = draft.config.provenance.template_kwargs, record.draft_config.provenance
     symptom = "the draft sees other text than in training: acceptance falls, by little or by much"
     same_file = before.template_sha256 == template_sha256(target.tokenizer)
@@ -448,7 +452,7 @@ def template_findings(
 
 
 def _first_difference(before: Sequence[str], now: Sequence[str]) -> str:
-    """Where the first of some texts that differ differ."""
+    """A phrase that quotes the first difference between the texts `before` and `now`."""
     if len(before) != len(now):
         return "it renders other chats"
     a, b = next((x, y) for x, y in zip(before, now, strict=True) if x != y)

@@ -1,4 +1,4 @@
-"""Makes the probe that `fledge check` computes again, and which is written together with each draft."""
+"""Makes the probe of a draft, which is written with the draft and which `fledge check` computes again."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.target import PreparedTarget, target_fingerprint
 from fledge.train.trainer import Attach
 
-PROMPTS = 8  # most prompts that are decoded
-NEW_TOKENS = 32  # of each answer
-SHORT_PROMPT = 16  # a document with fewer tokens before its first supervised one is cut in its middle
-FEWEST_DOCUMENTS = 256  # documents among which the one for the excerpt is chosen
+PROMPTS = 8  # most decoded prompts
+NEW_TOKENS = 32  # most tokens of each answer
+SHORT_PROMPT = 16  # with fewer tokens before the first supervised token, half of a document is the prompt
+FEWEST_DOCUMENTS = 256  # the document of the excerpt is chosen among so many documents
 
 
 def make_probe(
@@ -32,8 +32,9 @@ def make_probe(
 ) -> Attach:  # fmt: skip
     """A function that makes the files of a draft's probe, for `trainer.train`, which saves drafts in `dtype`.
 
-    The probe's hidden states are computed, or read from the disk, now. They are those of one training document, and its
-    prompts are the beginnings of others. Only rank 0 needs them, but the ranks of a sharded target compute together.
+    The probe's hidden states, of one training document, are computed, or read from the disk, now. The probe's prompts
+    are the beginnings of several training documents. Only rank 0 needs the hidden states, but the ranks of a sharded
+    target compute together.
     """
     if ranks.target_ranks and ranks.leads:
         say("the draft is written without a probe for fledge check, as its ranks do not hold the target")
@@ -51,7 +52,7 @@ def make_probe(
         precision=_precision(recipe, prepared),
         steps=steps,
         spacings=probe.spacings(excerpt, prepared.max_length),
-        # of a target that vLLM runs, quantized weights are not loaded here
+        # if vLLM runs the target, this process has no quantized weights to hash
         target_sha256="" if recipe.served else target_fingerprint(prepared.target),
         chats=probe.render_chats(prepared.template),
     )
@@ -72,17 +73,17 @@ def make_probe(
 
 
 def _document(rows: Rows) -> int:
-    """The index of the document for the excerpt: the first of the longest in the first row, up to what an excerpt
-    holds."""
+    """The index of the document for the excerpt: the lowest index in the first row whose document fills an excerpt,
+    else the longest document of the row."""
     longest = probe.SLOTS + 1 + probe.STEPS  # tokens of an excerpt
     indices = rows.epoch(0)[0][:FEWEST_DOCUMENTS]
     return max(indices, key=lambda i: (min(len(rows.documents[i].tokens), longest), -i))
 
 
 def _precision(recipe: Recipe, prepared: PreparedTarget) -> str:
-    """The name in PRECISIONS, or of the dtype, of the hidden states that the draft reads."""
+    """The precision of the hidden states that the draft reads: a name in PRECISIONS, or the name of a dtype."""
     if recipe.served:
-        return "bfloat16"  # as vLLM computes most targets; the dtype here is only that of the head
+        return "bfloat16"  # as vLLM computes most targets; here, the target's dtype is only the head's dtype
     if not recipe.features:
         return str(prepared.target.dtype).removeprefix("torch.")
     name = recipe.features.manifest.precision
@@ -92,8 +93,8 @@ def _precision(recipe: Recipe, prepared: PreparedTarget) -> str:
 def _decoder(
     recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document]
 ) -> Callable[[Draft, torch.dtype], probe.ProbeDecoding] | None:
-    """A function that decodes some prompts with a draft as it is saved in a dtype. None if the target's context has no
-    room."""
+    """A function that decodes some prompts with a draft rounded to a dtype. None if the target's context is too
+    short."""
     target, depth = prepared.target, recipe.depth
     new_tokens = default_new_tokens(NEW_TOKENS, target.context)
     room = min(probe.CONTEXT, target.context - new_tokens - depth)
@@ -110,7 +111,8 @@ def _decoder(
 
 
 def _prompt(document: Document, longest: int) -> list[int]:
-    """The tokens of a document before its first supervised one, or its first half if these are few."""
+    """At most `longest` tokens of a document: the tokens before the first supervised token, or the first half of the
+    document if the supervised tokens start before SHORT_PROMPT."""
     before = probe.first_supervised(document)
     if before < SHORT_PROMPT:
         before = max(len(document.tokens) // 2, 1)

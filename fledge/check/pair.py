@@ -25,7 +25,7 @@ from fledge.targets.distributed import model_bytes, out_of_memory
 from fledge.targets.loading import load_target
 from fledge.targets.parts import ModelTarget, TargetParts
 
-# questions to decode where a draft has no prompts of its own
+# prompts to decode with a draft that has no probe
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "Write a short story about a bird that learns to fly.",
@@ -47,10 +47,11 @@ def check_pair(
     name: str, target_name: str, engine: str | None, *, files_only: bool, device: str, dtype: str | None,
     trust_remote_code: bool, progress: Any,
 ) -> Report:  # fmt: skip
-    """Runs all checks of the draft `name` that can be made. `engine` None: both vLLM and SGLang may serve it. With
+    """Runs all possible checks of the draft `name`. `engine` None: both vLLM and SGLang may serve the draft. With
     `files_only`, the target has no weights.
 
-    Raises ValueError if there is no such draft or target, and TargetTooLarge if the target does not fit in memory.
+    Raises ValueError if the draft or the target does not exist, and TargetTooLarge if the target does not fit in
+    memory.
     """
     check_draft(name)
     report = Report()
@@ -97,7 +98,7 @@ def check_pair(
 
 @contextlib.contextmanager
 def _explaining_memory(target: str) -> Iterator[None]:
-    """Context manager: raises TargetTooLarge where there is not enough memory."""
+    """Context manager: turns out-of-memory errors into TargetTooLarge."""
     try:
         yield
     except (RuntimeError, MemoryError, ValueError) as e:
@@ -119,7 +120,7 @@ def _load_target(load: Callable[..., ModelTarget], name: str, device: str, files
     if files_only:
         return empty
     needed, free = model_bytes(empty.model), free_bytes(device)
-    if not empty.quantization and free is not None and needed > free:  # loading it could end the process
+    if not empty.quantization and free is not None and needed > free:  # loading too much could end the process
         raise _too_large(name, f"{needed / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free on {device}")
     return load(device=device)
 
@@ -143,7 +144,7 @@ def _check_files(
         numbers = (f"{', '.join(map(str, to_engine(layers, e)))} in {TITLES[e]}'s numbering" for e in SERVERS)
         report.add("layers", findings, " and ".join(numbers))
         report.notes += notes
-    # of a draft from elsewhere, nobody may have meant both engines
+    # a draft without a record may be made for only one engine
     findings = files.config_findings(draft, target, record, engines if engine or record else ())
     report.add("config", findings, "RoPE, norms, context" + (", as recorded in training" if record else ""))
     others = [f for f in files.config_findings(draft, target, record, engines) if f not in findings]
@@ -166,7 +167,7 @@ def _check_files(
 
 
 def _check_engine(report: Report, name: str, draft: DraftOnDisk, engine: str) -> None:
-    """What an engine would refuse, ignore or compute otherwise."""
+    """Adds the parts of the draft that an engine would refuse, ignore or compute otherwise."""
     findings = []
     if problem := unsupported(draft.config, engine):
         findings.append(Finding("engine", problem, "", "train a draft without this, or use another engine"))
@@ -179,7 +180,7 @@ def _check_engine(report: Report, name: str, draft: DraftOnDisk, engine: str) ->
 
 
 def _other_files(name: str, engine: str) -> str:
-    """In which files an engine needs something else than a draft has; empty if it needs nothing else."""
+    """A phrase about the files in which an engine needs a different content; empty if the draft's files suffice."""
     differences = export(open_draft(name), engine).differences
     return f"{TITLES[engine]} needs other files: {'; '.join(differences)}" if differences else ""
 
@@ -246,7 +247,7 @@ def _decoded(
 
 
 def _decode_questions(report: Report, draft: DraftFiles, target: ModelTarget, say: Callable[[str], None]) -> None:
-    """Decodes QUESTIONS with a draft without a record, as its files say and in other ways to read them."""
+    """Decodes QUESTIONS with a draft without a record, with the draft's config and with variants of the config."""
     template = ChatTemplate(target.tokenizer, target.stop_ids, draft.config.provenance.template_kwargs)
     chats = target.tokenizer.chat_template is not None
     prompts = [template.prompt_ids([{"role": "user", "content": q}] if chats else q) for q in QUESTIONS]

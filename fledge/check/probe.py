@@ -1,7 +1,7 @@
-"""The probe of a draft: what it was given and what it computed when it was trained, stored in its directory.
+"""The probe of a draft: inputs and outputs of the draft from the time of training, stored in the draft's directory.
 
-`fledge train` writes it and `fledge check` computes it again, which shows whether target and draft still are what they
-were. The files are in a subfolder, which vLLM, SGLang, SafeAILab's code and transformers do not look into.
+`fledge train` writes the probe. `fledge check` computes the probe again, which shows whether target or draft have
+changed. The files are in a subfolder that vLLM, SGLang, SafeAILab's code and transformers ignore.
 
     T tokens of the window    S slots    K steps    J draft ids with stored logits    R spacings of positions
 """
@@ -36,11 +36,11 @@ FOLDER = "fledge"
 TENSORS, RECORD = f"{FOLDER}/probe.safetensors", f"{FOLDER}/record.json"
 FORMAT = 1
 SLOTS = 16  # slots whose logits are stored
-STEPS = 5  # most drafted steps of each
+STEPS = 5  # most drafted steps from each slot
 CONTEXT = 256  # most tokens of the document, from its start on
 BEFORE = 4  # tokens of the window before the first supervised token
 IDS = 32  # draft ids whose logits are stored, evenly spaced over the draft's vocabulary
-FAR = 4096  # most positions over which the slots are spread when RoPE is tried far away
+FAR = 4096  # most positions over which the slots are spread to test RoPE at long distances
 CHAT = (
     {"role": "user", "content": "Name a colour."},
     {"role": "assistant", "content": "Blue."},
@@ -77,8 +77,8 @@ _DECODING = {
 
 @dataclass(frozen=True)
 class Excerpt:
-    """The start of a training document, int64 [N], and the target's hidden states that a draft reads at its last T
-    tokens, bfloat16 [T, A, D]. `steps` is the number K of drafted steps."""
+    """The start of a training document, int64 [N], and the target's hidden states that a draft reads at the last T
+    tokens of the start, bfloat16 [T, A, D]. `steps` is the number K of drafted steps."""
 
     token_N: Tensor
     states_TAD: Tensor
@@ -97,8 +97,8 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class ProbeDecoding:
-    """Greedy decoding of some prompts (token ids) with the draft in chains of `depth`: the tokens committed and the
-    rounds of each answer of at most `new_tokens`, and the dtype in which it was decoded."""
+    """Greedy decoding of some prompts (token ids) with the draft in chains of `depth`: the committed tokens and the
+    rounds of each answer of at most `new_tokens`, and the dtype of the target."""
 
     prompts: list[list[int]]
     new_tokens: int
@@ -113,8 +113,9 @@ class ProbeDecoding:
         return sum(self.committed) / sum(self.rounds) if any(self.rounds) else 0.0
 
     def error_against(self, before: ProbeDecoding) -> float:
-        """The standard error of the difference between this `tau` and that of an earlier decode of the same prompts, as
-        a difference of two ratios of sums over answers (paired, since a prompt may be easy or hard in both)."""
+        """The standard error of the difference between this `tau` and the `tau` of an earlier decode of the same
+        prompts. Both are ratios of sums over answers; the answers are paired, since a prompt may be easy or hard in
+        both decodes."""
         n = len(self.rounds)
         if n < 2 or not any(self.rounds) or not any(before.rounds):
             return 0.0
@@ -122,20 +123,20 @@ class ProbeDecoding:
         return (n / (n - 1) * sum((a - b) ** 2 for a, b in pairs)) ** 0.5
 
     def _influences(self) -> list[float]:
-        """How much each answer moves `tau`, to first order."""
+        """The first-order influence of each answer on `tau`."""
         total = sum(self.rounds)
         return [(c - self.tau * r) / total for c, r in zip(self.committed, self.rounds, strict=True)]
 
 
 @dataclass(frozen=True)
 class ProbeRecord:
-    """What is known of a draft when it is written.
+    """The facts about a draft that are recorded when the draft is written.
 
-    `config` is its config.json, `tensors` the `tensor_sha256` of its weights by the names of `Draft`'s state dict.
-    `layers` are the target's layers that it reads, numbered as in `TrainingTarget.features` (EAGLE-1: none).
-    `precision` is that of the features it was trained on. `chats` are texts that the target's template rendered
+    `config` is the draft's config.json, `tensors` the `tensor_sha256` of the weights by the names of `Draft`'s state
+    dict. `layers` are the target's layers that the draft reads, numbered as in `TrainingTarget.features` (EAGLE-1:
+    none). `precision` is the precision of the training features. `chats` are texts rendered by the target's template
     (`render_chats`). `spacings` are the distances between the positions of neighbouring slots in `replay`. `decoding`
-    is None if the target could not decode. `step` is the step of training and `eval_tau` the τ measured there.
+    is None if the target could not decode. `step` is the step of training and `eval_tau` the τ measured at `step`.
     """
 
     layers: list[int]
@@ -158,11 +159,11 @@ class ProbeRecord:
 
 @dataclass(frozen=True)
 class Probe:
-    """An excerpt, what a draft computes from it, and the record.
+    """An excerpt, the draft's logits on the excerpt, and the record.
 
-    `id_U` are the distinct tokens that the draft reads there, ascending, and `embedding_UE` their embeddings. `id_J`
-    are ids of the draft's vocabulary, and `logits_RKSJ` are what `replay` returned for them. `head_JE` are the rows of
-    the target's head for them if the draft uses that head (EAGLE-1).
+    `id_U` are the distinct tokens that the draft reads in the excerpt, ascending, and `embedding_UE` the embeddings of
+    `id_U`. `id_J` are ids of the draft's vocabulary, and `logits_RKSJ` the logits of `id_J` that `replay` returned.
+    `head_JE` are the rows of the target's head for `id_J`; None unless the draft uses the target's head (EAGLE-1).
     """
 
     excerpt: Excerpt
@@ -175,8 +176,9 @@ class Probe:
 
 
 def excerpt_range(document: Document) -> tuple[int, int, int]:
-    """The [start, end) tokens of a document of 3 tokens or more for an excerpt, and its number of steps. The window
-    begins shortly before the first supervised token, if that is not too far from the document's start."""
+    """The [start, end) tokens of an excerpt of a document of 3 tokens or more, and the excerpt's number of steps. The
+    window begins shortly before the first supervised token, or earlier if that token is far from the document's start
+    or close to the end."""
     n = len(document.tokens)
     K = min(STEPS, n - 2)
     T = min(SLOTS + 1 + K, n)
@@ -185,19 +187,19 @@ def excerpt_range(document: Document) -> tuple[int, int, int]:
 
 
 def first_supervised(document: Document) -> int:
-    """The index of the first supervised token; 0 if there is none."""
+    """The index of the first supervised token; 0 without a supervised token."""
     return int((document.spans >= 0).argmax())
 
 
 def spacings(excerpt: Excerpt, max_length: int) -> list[int]:
-    """The distances between neighbouring positions in `replay`: 1, and one that spreads the window over the trained
-    length, where RoPE's low frequencies show."""
+    """The distances between neighbouring positions in `replay`: 1, and the distance that spreads the window over the
+    trained length, to test RoPE's low frequencies."""
     return sorted({1, max(1, min(max_length, FAR) // excerpt.states_TAD.shape[0])})
 
 
 def render_chats(template: Any) -> list[str]:
-    """A question, and a chat of three messages, as a `ChatTemplate` renders them as prompts. Empty if there is no chat
-    template; leaves out a chat that the template refuses."""
+    """A question and a chat of three messages, rendered as prompts by a `ChatTemplate`. Empty if the tokenizer has no
+    chat template; leaves out a chat that the template refuses."""
     rendered = []
     for messages in (CHAT[:1], CHAT) if template.tokenizer.chat_template is not None else ():
         try:
@@ -208,21 +210,21 @@ def render_chats(template: Any) -> list[str]:
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """A hash of a tensor's values as float32 (or int64), so that it is the same in each dtype that has all of them."""
+    """A hash of a tensor's values as float32 (or int64): a lossless change of dtype keeps the hash."""
     wide = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else torch.int64).contiguous()
     return hashlib.sha256(wide.numpy()).hexdigest()
 
 
 def rounded_copy(draft: Draft, dtype: torch.dtype) -> Draft:
-    """A copy on the CPU in float32 of the draft as it is when it was saved in `dtype` and loaded again."""
+    """A copy of the draft on the CPU in float32, with values rounded to `dtype`, as after saving and loading."""
     tensors = {name: x.detach().cpu() for name, x in draft.state_dict().items()}
     tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
     return build_draft(draft.config, tensors)
 
 
 def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: ProbeRecord) -> dict[str, bytes]:
-    """The files of a draft's probe, by their paths in its directory. `draft` is connected to its target and is saved in
-    `dtype`. The config, the tensors and the versions of `record` are set here."""
+    """The files of a draft's probe, by path in the draft's directory. `draft` is connected to its target and is saved
+    in `dtype`. The function sets the config, the tensors and the versions of `record`."""
     copy, config = rounded_copy(draft, dtype), draft.config
     id_U = _read_ids(excerpt, config)
     id_J = torch.linspace(0, config.draft_vocab_size - 1, min(IDS, config.draft_vocab_size)).round().long()
@@ -262,13 +264,13 @@ def _versions() -> dict[str, str]:
 
 @torch.no_grad()
 def replay(draft: Draft, probe: Probe) -> Tensor:
-    """The draft's logits after each of K steps from each of S slots, for the probe's J draft ids, and the logsumexp of
-    all logits (EAGLE-1: of these J) as one more: float32 [R, K, S, J + 1].
+    """The draft's logits after each of K steps from each of S slots, float32 [R, K, S, J + 1]: the logits of the
+    probe's J draft ids, followed by the logsumexp of all logits (EAGLE-1: of the J logits).
 
     The slots read the probe's hidden states, as a document of its own, and at each step the excerpt's next token, as in
-    training (`row_pass`). This is repeated for each spacing of positions. `draft` is in float32 on the CPU; its shared
-    weights are replaced by those of the probe. Raises ValueError if the probe has no embedding of the draft's mask
-    token.
+    training (`row_pass`), once for each of R spacings of positions. `draft` is in float32 on the CPU; the probe's
+    embeddings and head replace the draft's shared weights. Raises ValueError if the probe has no embedding of the
+    draft's mask token.
     """
     excerpt, config, J = probe.excerpt, draft.config, probe.id_J
     T = excerpt.states_TAD.shape[0]
@@ -307,8 +309,8 @@ def _row_of(token: int, id_U: Tensor) -> int:
 
 
 def logits_error(found: Tensor, stored: Tensor) -> float:
-    """The norm of the difference of logits, relative to that of the stored ones around their mean; infinite for logits
-    of another shape, NaN or infinity."""
+    """The norm of `found - stored`, relative to the norm of the stored logits minus their mean; infinite for logits of
+    a different shape, NaN or infinity."""
     if found.shape != stored.shape or not bool(found.isfinite().all()):
         return float("inf")
     spread = stored - stored.mean(-1, keepdim=True)
@@ -316,14 +318,14 @@ def logits_error(found: Tensor, stored: Tensor) -> float:
 
 
 def probe_content(name: str | Path) -> dict[str, bytes]:
-    """The content of a draft's probe files, by path, given its directory or hub id; empty if it has no probe."""
+    """The content of the probe files of a draft, given by directory or hub id; empty if the draft has no probe."""
     directory = draft_directory(name)
     return {name: (directory / name).read_bytes() for name in (TENSORS, RECORD) if (directory / name).is_file()}
 
 
 def read_probe(directory: Path) -> Probe | None:
-    """The probe in a draft's directory; None if it has none. Raises ValueError if it is damaged or of a later
-    version."""
+    """The probe in a draft's directory; None without a probe. Raises ValueError for a probe that is damaged or of a
+    later version."""
     files = [directory / name for name in (TENSORS, RECORD)]
     if not any(file.exists() for file in files):
         return None

@@ -18,22 +18,22 @@ from fledge.data.pack import make_row
 from fledge.drafts.weights import DraftFiles, build_draft, meta_draft, target_sha256, tensor_problems
 from fledge.targets.interface import Target, TrainingTarget
 
-FINAL = "the final state"  # of the target, after its last norm
-# The relative error of hidden states, the median over tokens, up to which they are the same: if all computed in 32
-# bits or more (the states are stored in bfloat16), if not, and if they were stored in fp8.
+FINAL = "the final state"  # the target's state after the last norm
+# Hidden states are equal up to these relative errors (medians over tokens): if both passes computed in 32 bits or more
+# (the states are stored in bfloat16), if not, and if the states were stored in fp8.
 EXACT, HALF, FP8 = 0.02, 0.08, 0.12
-SAME = 1e-3  # relative error of the logits up to which they are the same
-ROUNDED = 0.05  # up to which they are those of weights that were rounded
+SAME = 1e-3  # logits are equal up to this relative error
+ROUNDED = 0.05  # up to this relative error, logits may be explained by rounded weights
 WIDE = ("float32", "float64")
-ERRORS = 3  # standard errors of the difference by which τ may be below the recorded one
-LEAST = 0.05  # relative loss of τ that is no fault, whatever its standard error
+ERRORS = 3  # τ may be below the recorded τ by so many standard errors of the difference
+LEAST = 0.05  # a smaller relative loss of τ is no fault, whatever the standard error
 FALLS = "acceptance falls, mostly to chance"
 CORRECT = "correct config.json accordingly"
 
 
 @dataclass(frozen=True)
 class FeatureMatch:
-    """The relative `errors` of the target's hidden states, which are named by `names`, from the stored ones, and the
+    """The relative `errors` of the target's hidden states `names`, compared with the stored states. `tolerance` is the
     largest error of equal states."""
 
     names: list[int | str]
@@ -43,8 +43,8 @@ class FeatureMatch:
 
 @torch.no_grad()
 def match_features(probe: Probe, target: TrainingTarget) -> FeatureMatch:
-    """Compares the target's hidden states with the probe's. Raises ValueError if the target has not the probe's tokens,
-    layers or width."""
+    """Compares the target's hidden states with the probe's. Raises ValueError if the target lacks the probe's tokens or
+    layers, or has a different width."""
     excerpt, layers = probe.excerpt, probe.record.layers
     vocabulary, width = target.embedding.shape
     if width != excerpt.states_TAD.shape[2] or int(excerpt.token_N.max()) >= vocabulary:
@@ -81,7 +81,7 @@ def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple
 
 
 def replay_error(config: DraftConfig, tensors: Mapping[str, Tensor], probe: Probe) -> float:
-    """The `logits_error` of a draft on its probe, whatever its d2t; infinite if such a draft cannot be computed."""
+    """The `logits_error` of a draft on its probe, ignoring d2t; infinite if the draft cannot be computed."""
     try:
         sized = meta_draft(config)
         known = dict(tensors) | {n: torch.zeros_like(x, device="cpu") for n, x in sized.named_buffers() if n == "d2t"}
@@ -93,8 +93,8 @@ def replay_error(config: DraftConfig, tensors: Mapping[str, Tensor], probe: Prob
 
 
 def changed_tensors(tensors: Mapping[str, Tensor], record: ProbeRecord) -> tuple[list[str], dict[str, str]]:
-    """The tensors but d2t whose values are not those that training wrote, and of these, the name that training wrote a
-    tensor's values under, if it wrote them at all."""
+    """The recorded tensors, except d2t, that are missing or have changed values. The dict maps each changed tensor
+    whose values training wrote under a different name to that name."""
     now = {name: tensor_sha256(x) for name, x in tensors.items()}
     changed = [name for name in record.tensors if now.get(name) != record.tensors[name] and name != "d2t"]
     written = {sha: name for name, sha in record.tensors.items()}
@@ -102,14 +102,14 @@ def changed_tensors(tensors: Mapping[str, Tensor], record: ProbeRecord) -> tuple
 
 
 def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[list[Finding], list[str], float]:
-    """Findings and notes about the draft's logits, and their relative error. `explained` tells whether other findings
-    say already why they may differ."""
+    """Findings and notes about the draft's logits, and the logits' relative error. `explained` tells whether earlier
+    findings already explain a difference of the logits."""
     config, record = draft.config, probe.record
     error = replay_error(config, draft.tensors, probe)
     changed, written_as = changed_tensors(draft.tensors, record)
-    moved = bool(written_as) and sorted(written_as) == sorted(written_as.values())  # each is another one's
+    moved = bool(written_as) and sorted(written_as) == sorted(written_as.values())  # the names are permuted
     if error <= SAME and (explained or not moved):
-        dtype = record.config.get("torch_dtype")  # values in another one were rounded
+        dtype = record.config.get("torch_dtype")  # values in a different dtype were rounded
         changed = [n for n in changed if n in draft.tensors and str(draft.tensors[n].dtype) == f"torch.{dtype}"]
         if not changed or explained:
             return [], [], error
@@ -119,7 +119,7 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
         if trained != config and replay_error(trained, draft.tensors, probe) <= SAME:
             note = "with the fields of config.json as in training, the draft's logits are those of training."
             return [], [note], error
-        # what rounds one tensor rounds all
+        # rounding changes all tensors: a single changed tensor is no rounding
         if error <= ROUNDED and len(changed) != 1 and not moved and not changed_fields(config, record):
             why = "its weights were rounded, or are of a step close to that one"
             return [], [f"the draft's logits differ by {error:.1%} from those of training: {why}."], error
@@ -147,7 +147,7 @@ def _changed(changed: Sequence[str], written_as: dict[str, str]) -> str:
 def decoding_findings(
     now: ProbeDecoding, before: ProbeDecoding, explained: bool
 ) -> tuple[list[Finding], dict[str, Any]]:
-    """Findings about a decode of the recorded prompts, and its figures."""
+    """Findings about a decode of the recorded prompts, and the figures of the decode."""
     margin = max(ERRORS * now.error_against(before), LEAST * before.tau)
     figures = {"tau": now.tau, "recorded_tau": before.tau, "margin": margin}
     if now.tau >= before.tau - margin or explained:
@@ -162,13 +162,14 @@ def decoding_findings(
 
 
 def with_measured(findings: Sequence[Finding], figures: dict[str, Any]) -> list[Finding]:
-    """Findings with the measured τ in place of what such a fault mostly does to it."""
+    """Findings whose symptom names the measured τ, in place of the usual effect of the fault on acceptance."""
     measured = f"τ is {figures['tau']:.2f} on the recorded prompts, and was {figures['recorded_tau']:.2f}"
     return [replace(f, symptom=f.symptom.replace(FALLS, measured)) for f in findings]
 
 
 def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> dict[str, tuple[DraftFiles, str]]:
-    """Other ways to read a draft whose record says nothing, each with its cure, by words that complete "τ is .. "."""
+    """Variants of the config of a draft without a record: the changed draft and the cure, by a phrase that completes "τ
+    is .. "."""
     config, found = draft.config, {}
     if not config.family.reads_layers:
         return found
