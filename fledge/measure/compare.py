@@ -1,4 +1,4 @@
-"""Compares decoding with one or several drafts, each in one or several ways, with decoding without a draft."""
+"""Compares decoding with drafts, each in one or several ways of drafting, with decoding without a draft."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from fledge.options import default_new_tokens
 
 
 def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Returns a record, or {label: record} if there are several drafts, ways of drafting or prompt files. A label names
-    what differs between the records.
+    """Returns a record, or {label: record} for several drafts, ways of drafting or prompt files. A label names the
+    values that differ between the records.
 
-    `show` is called with the result before it is written to --out, so that no result is lost if the disk is full. Both
-    also happen if the job ends after a part of the requests, before it raises KeyboardInterrupt, or TurnTooLong where
-    answers have made a later turn too long for the target. Ctrl-C has no effect while a result is shown and written.
+    `show` is called with the result before the result is written to --out, so that no result is lost if the disk is
+    full. A partial result is shown and written, too, before the function raises KeyboardInterrupt, or TurnTooLong if
+    the answers have made a later turn too long for the target. Ctrl-C has no effect while a result is shown and
+    written.
     """
     if not options.target:
         raise ValueError("give --target MODEL, or --endpoint URL to measure a running server")
@@ -44,7 +45,7 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
     hashes = {draft: draft_sha256(open_draft(draft).tensors) for draft in options.draft}
     engines = load_engines(options, compared, progress.say)
-    first = engines[0]  # also decodes without a draft
+    first = engines[0]  # this engine also decodes the baseline
     max_new_tokens = options.max_new_tokens or default_new_tokens(128, first.target.context)
     kwargs = {way.draft: engine.template.kwargs for way, engine in zip(compared, engines, strict=True)}
     templated = any(p.text is None for prompts in sets.values() for p in prompts)
@@ -60,7 +61,7 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     prepare_rounds(arms, progress, batch=options.batch, tokens=longest, sampling=sampling)
     records: dict[str, Any] = {}
     stopped: BaseException | None = None
-    with restoring_signals() as ignore_signals:  # until what was measured is shown and written
+    with restoring_signals() as ignore_signals:  # until the records are shown and written
         for name, prompts in sets.items():
             labels = [f"{way} {name}".strip() if len(sets) > 1 else way for way in names(options, compared)]
             answers = len(arms) * sum(p.answers for p in prompts)

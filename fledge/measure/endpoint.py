@@ -1,4 +1,5 @@
-"""Measures a running server: acceptance by its own counters, speed and latency, and what may explain differences."""
+"""Measures a running server: acceptance by the server's counters, speed and latency, and possible causes of a
+difference from fledge's decoder."""
 
 from __future__ import annotations
 
@@ -29,16 +30,15 @@ if TYPE_CHECKING:
 TOLERANCE = 0.03  # relative difference of τ up to which two decoders count as equal
 CHANCE = 2.0  # standard errors below which a difference of τ is within chance
 WARM_UP_TOKENS = 8
-# seconds after which the counters of a server without requests must have been updated; an idle SGLang updates the
-# number of its requests every 30 s
+# an idle server has updated its counters after so many seconds; SGLang updates the number of requests every 30 s
 SETTLING = {"vllm": 5.0, "sglang": 35.0}
 POLL = 0.1  # seconds between two readings of the counters
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: the prompt that was sent, its token ids by the target's tokenizer (None without one), the answer, and
-    the answer as a message that later turns follow."""
+    """A request: the sent prompt, the prompt's token ids by the target's tokenizer (None without a tokenizer), the
+    answer, and the answer as a message for later turns."""
 
     prompt: Prompt
     ids: list[int] | None
@@ -47,16 +47,18 @@ class Asked:
 
     @property
     def mismatch(self) -> str:
-        """How the server's prompt differs from that of the target's template; empty if it does not."""
+        """The difference between the server's prompt and the prompt of the target's template; empty for equal
+        prompts."""
         return "" if self.ids is None else self.answer.prompt_difference(self.ids)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The requests of a measurement, by prompt and turn, and what the server counted meanwhile.
+    """The requests of a measurement, by prompt and turn, and the server's counts of these requests.
 
-    `acceptance` is None if the server does not tell; `note` then says why, and `since_start` is SGLang's mean accepted
-    length since its start. `mismatched` are the differences of prompts that are other tokens on the server.
+    If the server does not count acceptance, `acceptance` is None, `note` is the reason, and `since_start` is SGLang's
+    mean accepted length since the server's start. `mismatched` are the differences of prompts that the server tokenized
+    differently.
     """
 
     asked: list[list[Asked]]
@@ -78,8 +80,8 @@ class Measurement:
         return [[asked.message for asked in of_prompt] for of_prompt in self.asked]
 
     def record(self) -> dict[str, Any]:
-        """The figures as JSON-ready data. Times are in milliseconds: `ttft_ms` until the first token, `itl_ms` per
-        token after it, each the median and the 90th percentile over the requests."""
+        """The figures as JSON-ready data. Times are in milliseconds, each the median and the 90th percentile over the
+        requests: `ttft_ms` until the first token, `itl_ms` per later token."""
         answers = [a.answer for a in self.requests]
         tokens = _tokens(answers)
         later = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens and a.tokens > 1]
@@ -104,7 +106,7 @@ class Measurement:
 
 
 def _tokens(answers: Sequence[Answer]) -> int | None:
-    """The tokens of all answers; None if the server does not count them."""
+    """The number of tokens of all answers; None if the server does not count tokens."""
     return None if any(a.tokens is None for a in answers) else sum(a.tokens for a in answers)
 
 
@@ -127,12 +129,14 @@ async def measure(
     drafts: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Asks a connected server all prompts, `concurrency` at a time, and reads its counters before and after.
+    """Sends all prompts to a connected server, `concurrency` at a time, and reads the server's counters before and
+    after.
 
-    `template` is that of the target: with it, prompts are compared, and SGLang is asked by token ids, since it counts
-    acceptance by request only there. `histories` are the answers that later turns follow (default: the server's own).
-    Before that, one prompt per place is answered briefly and not counted. Raises ValueError, naming the prompt, for one
-    that the server refuses, if the server has other requests meanwhile, and without `drafts` if the server drafts.
+    `template` is the target's template: with a template, prompts are compared, and SGLang gets prompts as token ids,
+    since /generate alone counts acceptance by request. `histories` are the answers that later turns follow (None: the
+    server's own answers). First, `concurrency` prompts are answered briefly and not counted, to warm up. Raises
+    ValueError for a prompt that the server refuses (the message names the prompt), if the server has requests of other
+    clients meanwhile, and without `drafts` if the server drafts.
     """
     asking = _Asking(client, decoding, template, seed)
     short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
@@ -178,14 +182,15 @@ async def measure(
 
 
 class _Asking:
-    """How a server is asked: a text or token ids, messages, or SGLang's /generate."""
+    """Sends prompts to a server: as a text or token ids, as messages, or as token ids to SGLang's /generate
+    (`by_ids`)."""
 
     def __init__(self, client: Client, decoding: Decoding, template: ChatTemplate | None, seed: int | None):
         self.client, self.decoding, self.template, self.seed = client, decoding, template, seed
         self.by_ids = client.server.engine == "sglang" and template is not None
 
     async def ask(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Asked:
-        """The answer to a prompt's next turn, after these answers."""
+        """The request of a prompt's next turn, after `answers` to the earlier turns, with the server's answer."""
         said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         template = self.template and self.template.of(prompt.template_kwargs)
         ids = None if template is None else template.prompt_ids(said, tools=prompt.tools, where=where)
@@ -207,16 +212,16 @@ class _Asking:
     def _message(
         self, prompt: EvalPrompt, said: Any, ids: list[int] | None, answer: Answer, turn: int
     ) -> dict[str, Any]:  # fmt: skip
-        """The answer as a message: by its tokens where they are known and another turn follows, since servers leave
-        special tokens out of the text."""
+        """The answer as a message. If a further turn follows, the message is made from the answer's tokens, where
+        known, since servers leave special tokens out of the text."""
         if self.template is None or ids is None or answer.token_ids is None or turn + 1 == prompt.answers:
             return {"role": "assistant", "content": answer.text}
         template = self.template.of(prompt.template_kwargs)
         return history_message(template, said, ids, answer.token_ids, prompt.tools)
 
     async def check_template(self, prompts: Sequence[EvalPrompt]) -> list[str]:
-        """If prompts are sent as token ids, asks for the first conversation as messages too, to compare the number of
-        tokens. Returns the difference, or nothing."""
+        """If prompts are sent as token ids, sends the first conversation as messages too, to compare the number of
+        tokens. Returns a list with the difference, or an empty list."""
         chat = next((p for p in prompts if p.text is None), None)
         if not self.by_ids or chat is None:
             return []
@@ -226,8 +231,8 @@ class _Asking:
 
 
 async def settled_counters(client: Client, expected: float | None) -> Counters:
-    """The server's counters, once they have reached `expected` generated tokens or do not change any more, at most
-    SETTLING later. Empty for servers without counters."""
+    """The server's counters, once unchanged between two readings and, with `expected`, once the generated tokens have
+    reached `expected`; after at most SETTLING seconds. Empty for servers without counters."""
     read = {"vllm": vllm_counters, "sglang": sglang_counters}.get(client.server.engine)
     if read is None:
         return Counters()
@@ -239,7 +244,7 @@ async def settled_counters(client: Client, expected: float | None) -> Counters:
             return Counters()
         unchanged = latest is not None and counters == latest
         reached = expected is None or counters.tokens is None or counters.tokens >= expected
-        idle = expected is not None or not counters.running  # after our requests, nothing can be running but others
+        idle = expected is not None or not counters.running  # after our requests, only other clients' requests can run
         if (unchanged and reached and idle) or time.monotonic() > end:
             return counters
         latest = counters
@@ -248,7 +253,7 @@ async def settled_counters(client: Client, expected: float | None) -> Counters:
 
 def check_alone(root: str, spent: Counters, tokens: int | None) -> None:
     """Raises ServerProblem if the server has generated more tokens, or verified more drafts, than our requests explain:
-    then others used it meanwhile, and its counters mix their text with ours."""
+    other clients used the server during the measurement, and the counters include their requests."""
     if tokens is None:
         return
     if spent.tokens is not None and spent.tokens > tokens:
@@ -263,7 +268,7 @@ def check_alone(root: str, spent: Counters, tokens: int | None) -> None:
 
 
 def check_plain(root: str, counted: Acceptance | None, since_start: float | None = None) -> None:
-    """Raises ServerProblem if the counters of a server show that it drafts: it is no baseline then."""
+    """Raises ServerProblem if a server's counters show drafting: a server that drafts is no baseline."""
     tau = counted.tau if counted is not None else since_start
     if tau is not None:
         raise ServerProblem(
@@ -282,7 +287,7 @@ async def _since_start(client: Client) -> float | None:
 
 
 def _why_unknown(client: Client, spent: Counters, by_ids: bool) -> str:
-    """Why there are no figures of acceptance. `by_ids` tells whether SGLang was asked by token ids."""
+    """The reason why a server gave no figures of acceptance. `by_ids` tells whether SGLang got prompts as token ids."""
     match client.server.engine:
         case "vllm" if spent.tokens is None:
             return "vLLM's /metrics has no counters; start it without --disable-log-stats"
@@ -304,8 +309,8 @@ def decode_own(
 ) -> dict[str, Any]:  # fmt: skip
     """Decodes prompts of token ids with an engine's draft.
 
-    Returns the prompts (`ids`), the `completions` in their order, and the `figures`: tau, alpha, rounds and what
-    computed them. `advance` is called after each answer.
+    Returns the prompts (`ids`), the `completions` in the order of the prompts, and the `figures`: tau, alpha, rounds,
+    batch, device, dtype and drafting options. `advance` is called after each answer.
     """
     done = engine.generate_all(
         list(prompts), batch=batch, max_new_tokens=max_new_tokens, sampling=sampling, answered=lambda index: advance()
@@ -320,16 +325,16 @@ def decode_own(
 
 
 def identical(ours: Sequence[Answer], theirs: Sequence[Answer]) -> tuple[int, str]:
-    """The number of equal answers, and what was compared: "tokens", or "text" where a server returns no token ids."""
+    """The number of equal answers, and the compared values: "tokens", or "text" if a server returns no token ids."""
     by_tokens = all(a.token_ids is not None for a in (*ours, *theirs))
     values = [[a.token_ids if by_tokens else a.text for a in answers] for answers in (ours, theirs)]
     return sum(a == b for a, b in zip(*values, strict=True)), "tokens" if by_tokens else "text"
 
 
 def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str]:
-    """Why a server's τ may differ from that of fledge's decoder, as sentences: what the record shows first, then what
-    it cannot show. Empty if τ differs by at most TOLERANCE. `minimum` is the engine's lowest version that supports the
-    draft."""
+    """The possible causes of a difference between a server's τ and the τ of fledge's decoder, as sentences: first
+    causes shown by the record, then causes that no record can show. Empty if τ differs by at most TOLERANCE. `minimum`
+    is the engine's lowest version that supports the draft (None: no known limit)."""
     own, theirs = record["own"], record["tau"]
     if not own or not theirs or not own["tau"] or abs(theirs / own["tau"] - 1) <= TOLERANCE:
         return []
@@ -367,7 +372,7 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
 
 def tau_error(record: dict[str, Any]) -> float | None:
     """The standard error of the difference between the τ of a server and of fledge's decoder, with the rounds taken as
-    independent; None where one of them has no α, or no rounds."""
+    independent; None if the server or fledge's decoder has no α, or no rounds."""
     own, counted = record["own"], record.get("counted") or {}
     sides = [(record.get("alpha"), counted.get("rounds")), (own.get("alpha"), own.get("rounds"))]
     if not all(rates and rounds for rates, rounds in sides):
@@ -376,13 +381,15 @@ def tau_error(record: dict[str, Any]) -> float | None:
 
 
 def _variance(alpha: Sequence[float | None]) -> float:
-    """The variance of a round's accepted tokens."""
-    shares = list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))  # that accept more than k tokens
+    """The variance of a round's number of accepted tokens."""
+    # shares[k]: the share of rounds that accept more than k tokens
+    shares = list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))
     return sum((2 * k + 1) * share for k, share in enumerate(shares)) - sum(shares) ** 2
 
 
 def mismatch_sentence(record: dict[str, Any]) -> str:
-    """What it means that prompts are other tokens on the server; empty if none is."""
+    """A sentence about prompts that the server tokenized differently; empty if the server tokenized all prompts
+    alike."""
     found = record["mismatched_prompts"]
     if not found:
         return ""

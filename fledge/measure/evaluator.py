@@ -18,15 +18,16 @@ from fledge.train.setup.data import EVAL_RECORDS
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.target import PreparedTarget
 
-PROMPTS = 32  # maximum number of prompts that are used of --eval-prompts
+PROMPTS = 32  # at most so many prompts of --eval-prompts are used
 
 
 def make_evaluator(
     recipe: Recipe, prepared: PreparedTarget, held_out: list[Record], ranks: Ranks, say: Callable[[str], None]
 ) -> Callable[[Draft], dict[str, Any]] | None:
-    """A function that measures the τ of a draft, each rank on a part of the prompts. It returns a dict with the `tau`
-    of all prompts and the list `alpha` (see `measure.metrics`), which is empty if all answers ended before the first
-    round of drafting. Where ranks hold only the target, these measure, with the weights of rank 0's draft in their own.
+    """A function that measures the τ of a draft, each rank on a part of the prompts. The function returns a dict with
+    the `tau` of all prompts and the list `alpha` (see `measure.metrics`); an empty dict if all answers ended before the
+    first round of drafting. If some ranks hold only the target, only the target ranks measure, with a copy of rank 0's
+    draft weights.
 
     Returns None, after a message with the reason, if τ cannot be measured. Raises ValueError, before training starts,
     if a prompt of --eval-prompts does not fit in the target's context.
@@ -56,18 +57,18 @@ def make_evaluator(
         decoders, place = ranks.size, ranks.rank
         if ranks.target_ranks:
             decoders, place = ranks.target_ranks, ranks.rank - ranks.size
-            ranks.meet("before τ was measured", None)  # in place of a rank that failed after it met the others
+            ranks.meet("before τ was measured", None)  # for a rank that failed after the previous meeting
             with ranks.collective("before τ was measured"):
                 ranks.copy_from_first([*draft.parameters(), *draft.buffers()], to_all=True)
         counts, failure = (0, 0, [], []), None
         try:
             if place >= 0:
                 engine = Engine(prepared.target, draft.eval(), template_kwargs=prepared.template.kwargs)
-                # the ranks of a sharded target decode together, which gives each the traces of all prompts
+                # the ranks of a sharded target decode together, so every rank has the traces of all prompts
                 own = prompts if prepared.target.sharded else prompts[place::decoders]
                 traces = greedy_traces(engine, own, prepared.eval_tokens)
                 counts = (*committed_per_round(traces), *drafted_and_accepted(traces))
-        except Exception as e:  # which the other ranks must hear of
+        except Exception as e:  # `meet` tells all ranks of the failure
             failure = e
         committed, rounds, reached, passed = zip(*ranks.meet("while τ was measured", counts, failure), strict=True)
         if not sum(rounds):
@@ -83,12 +84,12 @@ def make_evaluator(
 
 
 def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -> list[EvalPrompt]:
-    """The prompts of --eval-prompts, or else of the held-out records: plain texts are shortened, and chats that are too
-    long are left out, with --skip-bad also chats that the chat template refuses. Raises ValueError if a prompt of
-    --eval-prompts is too long, or if there is no room for any prompt."""
+    """The prompts of --eval-prompts, or else of the held-out records. Of held-out records, plain texts are shortened,
+    too long chats are left out, and with --skip-bad also chats that the chat template refuses. Raises ValueError if a
+    prompt of --eval-prompts is too long, or if the context has no room for any prompt."""
     template, source = prepared.template, recipe.options.eval_prompts
     target, new = prepared.target, prepared.eval_tokens
-    # drafted tokens too need an entry in a table of positions
+    # a target with a table of positions needs an entry for every drafted token too
     longest = target.context - new - (0 if target.rotary else recipe.depth)
     if longest < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Metrics of traces. Each is a sum over all rounds of all traces, divided once."""
+"""Metrics of traces. Each metric is a quotient of two sums over all rounds of all traces."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ def tau(traces: Sequence[Trace]) -> float:
 
 
 def committed_per_round(traces: Sequence[Trace]) -> tuple[int, int]:
-    """The tokens committed in all rounds, and the number of rounds: the two sums of which `tau` is the quotient."""
+    """The tokens committed in all rounds, and the number of rounds; `tau` is the quotient."""
     rounds = [r for t in traces for r in t.rounds]
     return sum(r.accepted + 1 for r in rounds), len(rounds)
 
 
 def alpha(traces: Sequence[Trace]) -> list[float | None]:
-    """α_k, the acceptance rate of the k-th drafted token, among the rounds that drafted it and accepted the k - 1
-    tokens before it; None if there are none. For trees, the share of accepted paths of length k - 1 that continue to
+    """α_k, the acceptance rate of the k-th drafted token among the rounds that drafted a k-th token and accepted the
+    first k - 1 tokens; None if no round did. For trees, the share of accepted paths of length k - 1 that continue to
     depth k."""
     return quotients(*drafted_and_accepted(traces))
 
 
 def quotients(reached: Sequence[float], passed: Sequence[float]) -> list[float | None]:
-    """Each α_k of the sums of `drafted_and_accepted`; None for a position that no round reached."""
+    """Each α_k, from the two lists of `drafted_and_accepted`; None for a position that no round reached."""
     return [p / n if n else None for n, p in zip(reached, passed, strict=True)]
 
 
 def chain_gains(alpha: Sequence[float | None], depth: int, draft: float, others: float) -> dict[int, float]:
-    """The speed of drafting chains of each length up to `depth` + 2, relative to `depth`, computed from a measurement.
+    """The decoding speed with chains of each length up to `depth` + 2, relative to `depth`, estimated from a
+    measurement at `depth`.
 
-    `draft` and `others` are the measured times of a mean round in any unit; drafting takes time in proportion to the
-    length, and the others the same for every length. Beyond `depth`, α is taken to stay as at the last position.
+    `draft` and `others` are the measured times of drafting and of the rest of a mean round, in the same unit. The
+    estimate takes drafting time in proportion to the length, the rest as constant, and α beyond `depth` as equal to the
+    last α.
     """
     rates = [a or 0.0 for a in alpha[:depth]]
     reached = list(accumulate([*rates, *rates[-1:] * 2], mul))
@@ -47,13 +49,13 @@ def chain_gains(alpha: Sequence[float | None], depth: int, draft: float, others:
 
 
 def alpha_text(alpha: Sequence[float | None]) -> str:
-    """Each α_k with two digits, "-" where it is unknown."""
+    """Each α_k as text with two decimals, "-" for None."""
     return " ".join("-" if a is None else f"{a:.2f}" for a in alpha)
 
 
 def drafted_and_accepted(traces: Sequence[Trace]) -> tuple[list[int], list[int]]:
-    """The two sums of which each α_k is the quotient: the rounds that drafted a k-th token after k - 1 accepted ones,
-    and those among them that accepted it."""
+    """For each depth k, from 1 on: the number of rounds that drafted a k-th token after k - 1 accepted tokens, and the
+    number of rounds that accepted the k-th token. α_k is the quotient."""
     rounds = [r for t in traces for r in t.rounds]
     depth = max((r.drafted for r in rounds), default=0)
     reached = [sum(r.accepted >= k and r.drafted > k for r in rounds) for k in range(depth)]
@@ -68,7 +70,7 @@ def paused(traces: Sequence[Trace]) -> float:
 
 
 def pause_line(share: float, reason: str) -> str:
-    """A sentence on the share of rounds that drafted nothing, with the reason if the engine knows one."""
+    """A sentence on the share of rounds that drafted nothing, with the reason if the engine knows a reason."""
     return f"Speculation paused in {share:.0%} of the rounds{': ' * bool(reason)}{reason}."
 
 

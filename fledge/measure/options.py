@@ -1,4 +1,4 @@
-"""The options of `fledge eval`, and the ways of drafting that it compares, with their names in its table."""
+"""The options of `fledge eval`, the compared ways of drafting, and the names of ways in the table."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class EvalOptions(DecodeOptions):
 
 @dataclass(frozen=True)
 class Way:
-    """A draft, the mode in which it drafts (None: its own), and the depth (None: as trained) of its chain or tree. The
-    nodes and width are those of trees."""
+    """A way of drafting: a draft, a draft mode (None: the draft's default mode), and the depth of the chain or tree
+    (None: as trained). `nodes` and `width` are the number of nodes and the width of a tree."""
 
     draft: str
     mode: str | None
@@ -102,7 +102,7 @@ class Way:
     width: int
 
     def options(self, asked: EvalOptions) -> DecodeOptions:
-        """The options of a command that decodes in this way alone."""
+        """The options of a command that decodes only in this way."""
         values = {f.name: getattr(asked, f.name) for f in option_fields(DecodeOptions)}
         values |= dict(draft=self.draft, draft_mode=self.mode)
         values |= dict(depth=self.depth, tree_nodes=self.nodes, tree_width=self.width)
@@ -110,7 +110,7 @@ class Way:
 
 
 def ways(options: EvalOptions) -> list[Way]:
-    """All combinations of what was given; for chains, which have no nodes and no width, one each."""
+    """All combinations of the given drafts, modes and depths, and for trees also of nodes and widths."""
     defaults = {f.name: default_of(f) for f in option_fields(DecodeOptions)}
     chain = defaults["tree_nodes"], defaults["tree_width"]
     trees = list(itertools.product(options.tree_nodes or chain[:1], options.tree_width or chain[1:]))
@@ -123,7 +123,7 @@ def ways(options: EvalOptions) -> list[Way]:
 
 
 def names(options: EvalOptions, among: Sequence[Way]) -> list[str]:
-    """What differs between the ways, for each of them; empty if there is one."""
+    """The name of each way: the values that differ between ways; empty for a single way."""
 
     def name(way: Way) -> str:
         tree = way.mode == "tree"

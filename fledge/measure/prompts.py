@@ -1,4 +1,4 @@
-"""Evaluation prompts: named sets of the hub, on which EAGLE drafts are usually measured, and data in the formats of
+"""Evaluation prompts: named sets of the hub that are usual for measuring EAGLE drafts, and data in the formats of
 training data."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from fledge.data.sources import COMPRESSED, Source, is_preset
 from fledge.io.fields import first_line
 from fledge.io.hub import quiet_hub
 
-DEFAULT_PROMPTS = 80  # of a set without a limit, as in the evaluations of the EAGLE papers
+DEFAULT_PROMPTS = 80  # number of prompts of a named set without --limit, as in the evaluations of the EAGLE papers
 
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """A prompt: a raw `text`, or `messages` followed by user `turns`, each to be answered in order. `where` is its
-    location, for messages. `tools` are those that the messages may call, and `template_kwargs` are variables of the
-    chat template for this prompt, if it has its own."""
+    """A prompt: a raw `text`, or `messages` followed by user `turns`, each to be answered in order. `where` is the
+    prompt's location, for error messages. `tools` are the tools that the messages may call, and `template_kwargs` the
+    prompt's own variables of the chat template (None: no variables)."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
@@ -37,9 +37,9 @@ class EvalPrompt:
 
 
 def read_prompts(source: str | Path, limit: int | None = None, columns: str | None = None) -> list[EvalPrompt]:
-    """At most `limit` prompts of a source, evenly spaced: a file, a glob, a hub id, or the name of one of PROMPT_SETS
-    or of PRESETS unless a file has that name. Of a named set, DEFAULT_PROMPTS are read without a limit. `columns` is
-    the value of --columns. Raises ValueError as `read_records` and `read_prompt_set`."""
+    """At most `limit` prompts of a source, evenly spaced. The source is a file, a glob, a hub id, or a name in
+    PROMPT_SETS or PRESETS that is not the name of a file. Without a limit, DEFAULT_PROMPTS prompts of a named set are
+    read. `columns` is the value of --columns. Raises ValueError as `read_records` and `read_prompt_set`."""
     if str(source) in PROMPT_SETS and not Path(source).exists():
         return [prompt_of(record) for record in read_prompt_set(str(source), limit)]
     parsed = Source.parse(str(source))
@@ -54,12 +54,12 @@ def read_prompts(source: str | Path, limit: int | None = None, columns: str | No
 
 
 def _column(name: str, before: str = "") -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A column that holds one user message, after an instruction."""
+    """A function that turns a row into one user turn: `before`, an instruction, followed by the column `name`."""
     return lambda row: {"turns": [before + row[name]]}
 
 
-# the hub id, config and split of each set, and a function that turns a row into a layout of `fledge.data.record` that
-# has no answers
+# the hub id, config and split of each set, and a function that turns a row into a layout of `fledge.data.record`
+# without answers
 PROMPT_SETS: dict[str, tuple[str, str | None, str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: {"turns": list(row["prompt"])}),
     "gsm8k": ("openai/gsm8k", "main", "test", _column("question")),
@@ -72,8 +72,8 @@ PROMPT_SETS: dict[str, tuple[str, str | None, str, Callable[[dict[str, Any]], di
 
 
 def read_prompt_set(name: str, limit: int | None = None) -> list[Record]:
-    """The prompts of a named set, as records: `limit` of them (None: DEFAULT_PROMPTS), evenly spaced over the split, so
-    always the same. Raises ValueError if the set cannot be loaded, or if its columns are not the expected ones."""
+    """`limit` prompts of a named set (None: DEFAULT_PROMPTS), as records, evenly spaced over the split; every call
+    returns the same prompts. Raises ValueError if the set cannot be loaded, or lacks an expected column."""
     import datasets
 
     hub_id, config, split, row_of = PROMPT_SETS[name]
@@ -98,7 +98,7 @@ def read_prompt_set(name: str, limit: int | None = None) -> list[Record]:
 
 
 def prompt_set_name(source: str) -> str:
-    """What a source of prompts is called in tables and records: the name of its file without suffixes, or of a set."""
+    """The name of a source of prompts in tables and records: the name of a file without suffixes, or of a set."""
     path = Path(Source.parse(source).path)
     return Path(path.stem).stem if path.suffix in COMPRESSED else path.stem
 
@@ -113,7 +113,7 @@ def spread(items: list[Any], limit: int | None) -> list[Any]:
 def prompt_of(record: Record) -> EvalPrompt:
     """The prompt of a record.
 
-    If the record has user turns only, each is answered in order. Otherwise the prompt is the part that the record marks
+    If the record has user turns only, the turns are the prompt. Otherwise the prompt is the part that the record marks
     as prompt. Without a mark, the prompt ends before the middle assistant turn, after the last message if there is no
     assistant turn, or in the middle of a text, between two words.
     """
@@ -131,7 +131,7 @@ def prompt_of(record: Record) -> EvalPrompt:
 
 
 def _middle(text: str) -> int:
-    """The length of the whole words in the first half of a text; of one word without white space, half its length."""
+    """The length of the whole words in the first half of a text; half the length of a text that is a single word."""
     half = text[: max(len(text) // 2, 1)]
     last = max(half.rfind(space) for space in " \n\t")
     return len(half[: last + 1].rstrip()) or len(half)

@@ -11,19 +11,19 @@ from typing import Any
 from fledge.io.fields import read_json
 from fledge.io.files import check_output_path, replace_text
 
-MAX_RECORD_BYTES = 2**26  # a larger file is not parsed to find out whether it is a record
+MAX_RECORD_BYTES = 2**26  # a larger file counts as no record, without being parsed
 _SCALAR = r'(?:"(?:[^"\\]|\\.)*"|[^\s"\[\]{},]+)'
-# a list without lists and objects, as json.dumps indents it; text has no line end that is not escaped
+# a list without lists and objects, as indented by json.dumps; line ends within texts are escaped
 _FLAT_LIST = re.compile(rf"\[\n\s+({_SCALAR}(?:,\n\s+{_SCALAR})*)\n\s+\]")
 _BREAK = r",\n\s+"
 ENVIRONMENT_KEYS = frozenset({"device", "dtype", "python", "torch", "transformers", "commit"})
 
 
 def check_record_path(path: str | Path, flag: str) -> Path:
-    """Checks, before a job starts its work, that it can write a record at `path`, and returns the path.
+    """Checks, before a job starts, that a record can be written at `path`, and returns the path.
 
-    An existing file may be replaced if it is empty or an earlier record. Raises ValueError, naming the option `flag`,
-    if the path cannot be written or if another file is there.
+    Only an empty file or an earlier record may be replaced. Raises ValueError, naming the option `flag`, if the path
+    cannot be written or has a file that may not be replaced.
     """
     path = check_output_path(path, flag)
     earlier = not path.exists() or not path.stat().st_size
@@ -49,12 +49,12 @@ def is_record(value: Any) -> bool:
 
 
 def write_record(path: str | Path, record: Any) -> None:
-    """Writes a record atomically. Replaces an earlier record; raises ValueError if another file is there."""
+    """Writes a record atomically. Replaces an earlier record; raises ValueError instead of replacing any other file."""
     path = check_record_path(path, "the record")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, record_text(record) + "\n")
 
 
 def record_text(record: Any) -> str:
-    """A record as indented JSON. A list of numbers or texts takes one line, since there are some for each request."""
+    """A record as indented JSON. A list of numbers or texts takes one line, since every request has several lists."""
     return _FLAT_LIST.sub(lambda m: f"[{re.sub(_BREAK, ', ', m[1])}]", json.dumps(record, indent=2))

@@ -23,14 +23,14 @@ from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
 from fledge.types import Sampling, Trace, Tree, without_processors
 
-BASELINE = None  # the arm that decodes without a draft; the other arms are the engines' names
-SAMPLES = 3  # answers that a record shows
-PROMPT_CHARACTERS = 400  # of a sample's prompt, from its end
-LOOPING_SHARE = 0.2  # a generation counts as looping if more than this share of its 8-grams occurred earlier in it
+BASELINE = None  # the name of the arm without a draft; every arm with a draft has the name of an engine
+SAMPLES = 3  # sample answers in a record
+PROMPT_CHARACTERS = 400  # a sample shows so many characters of the prompt's end
+LOOPING_SHARE = 0.2  # a generation is looping if a larger share of the 8-grams repeats earlier 8-grams
 
 
 class EvaluationStopped(KeyboardInterrupt):
-    """The evaluation was interrupted; `records` are those of the requests that all arms had answered."""
+    """The evaluation was interrupted; `records` cover the requests that all arms had answered."""
 
     def __init__(self, records: dict[str, dict[str, Any]]):
         super().__init__()
@@ -60,12 +60,13 @@ def evaluate(
     The engines have the same target. Returns a JSON-ready record for each engine, with the same baseline for all. The
     arms take turns at decoding a prompt (or group of prompts) first. `advance` is called after each answer of each arm.
 
-    With greedy decoding, and with sampling and coupled drafts, the output of all arms must be identical. A difference
-    is accepted only if the gap between the target's two best scores there is at most the rounding noise between batch
-    shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before decoding. Raises
-    TurnTooLong if the answers have made a later turn too long, and EvaluationStopped if it is interrupted (Ctrl-C)
-    after all arms have answered some requests; their records have `stopped`, the number of requests that there would
-    have been. `interrupted` is called before these records are made, which another interruption would lose.
+    With greedy decoding, and with sampling and coupled drafts, the output of all arms must be identical. A different
+    token is accepted only if the gap between the target's two best scores at that token is at most the rounding noise
+    between batch shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before
+    decoding. Raises TurnTooLong if the answers have made a later turn too long, and EvaluationStopped after an
+    interrupt (Ctrl-C) if all arms have answered some requests. The records of both exceptions have `stopped`, the
+    number of planned requests. `interrupted` is called before the records are made, since a second interrupt would lose
+    the records.
     """
     comparison = _Comparison(engines)
     for prompt in prompts:
@@ -126,7 +127,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "batch_noise": noise,
         "prompts": len(ids),
         **_repetition(with_draft),
-        # in a batch, the time of a request includes the prefill of others
+        # in a batch, the time of a request includes the prefill of other requests
         "round": _round_times(with_draft, without) if batch == 1 else None,
         "bytes_per_round": metrics.bytes_per_round([c.trace for c in with_draft]),
         "sampling": asdict(without_processors(sampling)),
@@ -146,9 +147,9 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
 def request_record(
     with_draft: Completion, without: Completion, seconds: tuple[float, float] | None = None
 ) -> dict[str, Any]:
-    """The sums of one request: its tokens and rounds, the tokens that its rounds committed and drafted, and the two
-    sums of α by depth. `seconds` are those with the draft and without; None if requests were decoded together, and none
-    has a time of its own. `baseline_tokens` is there if the answer without the draft has another length."""
+    """The sums of one request: tokens and rounds, the tokens that the rounds committed and drafted, and the two sums of
+    α by depth. `seconds` are the times with the draft and without; None for requests that were decoded together. The
+    record has `baseline_tokens` only if the answer without the draft has a different length."""
     committed, rounds = metrics.committed_per_round([with_draft.trace])
     reached, passed = metrics.drafted_and_accepted([with_draft.trace])
     record: dict[str, Any] = {
@@ -179,8 +180,8 @@ def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequen
 
 
 def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding, to choose the best checkpoint. A prompt with template variables of its own is
-    rendered with them."""
+    """The traces of greedy decoding, to choose the best checkpoint. A prompt is rendered with the prompt's own template
+    variables, if any."""
     inputs = [
         engine.template.of(p.template_kwargs).prompt_ids(first_prompt(p), tools=p.tools)
         if p.template_kwargs or p.tools
@@ -201,8 +202,8 @@ def quiet_traces(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int)
 
 
 def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> int:
-    """The most tokens that a prompt's last turn and its answer have, a little more or less: those of the turns, each
-    rendered alone, and of an answer to each."""
+    """An estimate of the tokens of a prompt's last turn with its answer: the sum of all turns, each rendered alone, and
+    of an answer of `max_new_tokens` to each turn."""
     later = (replace(prompt, messages=(), turns=(turn,)) for turn in prompt.turns[1:])
     asked = [first_prompt(p) for p in (prompt, *later)]
     template = engine.template.of(prompt.template_kwargs)
@@ -222,14 +223,14 @@ class _NoRoom(ValueError):
 class _Comparison:
     """The arms of an evaluation: each engine, and the baseline without a draft.
 
-    For each arm it has the completions of all requests, and the seconds of decoding each group of them (`times`), which
-    at batch 1 is one request. `ids` are the requests' prompts; a request's index is also its number, which selects its
-    random stream.
+    `completions` and `times` have, for each arm, the completions of all requests, and the seconds of decoding each
+    group of requests (one request at batch 1). `ids` are the requests' prompts. The index of a request is the request
+    number, which selects the request's random stream.
     """
 
     def __init__(self, engines: Mapping[str, Engine]):
         self.engines = engines
-        self.baseline = next(iter(engines.values()))  # any engine; its draft is not used
+        self.baseline = next(iter(engines.values()))  # any engine; the baseline does not use the draft
         self.completions: dict[str | None, list[Completion]] = {arm: [] for arm in (*engines, BASELINE)}
         self.times: dict[str | None, list[float]] = {arm: [] for arm in self.completions}
         self.groups: list[list[list[int]]] = []  # the prompts of the requests that all arms have answered
@@ -243,8 +244,8 @@ class _Comparison:
         return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
 
     def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]], new: int) -> list[int]:
-        """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if they and `new` new tokens
-        exceed the target's context."""
+        """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if the ids and `new` new
+        tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         template = self.baseline.template.of(prompt.template_kwargs)
         ids = list(template.prompt_ids(conversation(prompt, answers), tools=prompt.tools, where=where))
@@ -256,7 +257,7 @@ class _Comparison:
         return ids
 
     def warm_up(self, prompts: list[Any], options: dict[str, Any], batch: int) -> None:
-        """Decodes with each arm once, without counting it: first calls allocate memory and compile kernels."""
+        """Decodes with each arm once, uncounted, since first calls allocate memory and compile kernels."""
         for arm in self.completions:
             self._generate(arm, prompts, batch, options)
 
@@ -269,7 +270,7 @@ class _Comparison:
         answers: list[list[dict[str, Any]]] = [[] for _ in prompts]
         for turn in range(max(p.answers for p in prompts)):
             remaining = [i for i, p in enumerate(prompts) if turn < p.answers]
-            group_size = 1 if batch == 1 else 4 * batch  # several batches, so that a finished request is replaced
+            group_size = 1 if batch == 1 else 4 * batch  # several batches: new requests replace finished ones
             for group in (remaining[i : i + group_size] for i in range(0, len(remaining), group_size)):
                 ids = [self.prompt_ids(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
                 arms = [*self.completions]
@@ -288,7 +289,7 @@ class _Comparison:
                 self.groups.append(ids)
 
     def keep_complete(self) -> None:
-        """Forgets the answers to the group of requests in which decoding was interrupted."""
+        """Drops the answers of the interrupted group of requests."""
         for arm in self.completions:
             del self.times[arm][len(self.groups) :], self.completions[arm][len(self.ids) :]
 
@@ -342,8 +343,8 @@ def near_ties(
     request differs).
 
     A near tie is a token at which the gap between the target's two best scores is at most the noise. The noise is the
-    largest difference of that gap between passes of different shapes, over all tokens on which both runs agree. The
-    shapes are the `widths` of passes in tokens (one token, and the tokens of a verification), with one sequence and
+    largest difference of the gap between passes of different shapes, over all tokens up to the first different token.
+    The shapes are the `widths` of passes in tokens (one token, and the tokens of a verification), with one sequence and
     with `batch` sequences. `ids` are the prompts, and `with_draft` and `without` the completions, of all requests.
     """
     gaps, noise = [], 0.0
@@ -380,8 +381,8 @@ def _gaps(
 
 
 def ranking_of(sampling: Sampling, request: int, prefix: list[int], logits_V: torch.Tensor) -> torch.Tensor:
-    """The values [V] whose argmax is the token that the target chooses after `prefix`: the scores, plus Gumbel noise if
-    it samples."""
+    """The values [V] whose argmax is the token that the target chooses after `prefix`: the scores, plus Gumbel noise
+    unless `sampling` is greedy."""
     of_request = BatchSampling.of([sampling], [request], logits_V.device)
     seen_BV = seen_tokens([prefix], logits_V.numel(), logits_V.device)
     scores_BV = of_request.penalize(logits_V[None, None], seen_BV[:, None])[0]
@@ -395,7 +396,7 @@ def ranking_of(sampling: Sampling, request: int, prefix: list[int], logits_V: to
 
 
 def compare_with_transformers(engine: Engine, ids: list[list[int]], max_new_tokens: int) -> float:
-    """The baseline's tokens per second divided by those of transformers' greedy `generate`, on the same prompts.
+    """The ratio of tokens per second of the baseline to transformers' greedy `generate`, on the same prompts.
 
     The warm-up decodes each prompt once on a GPU, since cuDNN may compile a kernel for every new length.
     """

@@ -38,14 +38,14 @@ _Place = tuple[str, int]  # a set of prompts, and a concurrency
 
 
 def measure_server(options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Returns a record, or {label: record} if there are several sets of prompts or concurrencies.
+    """Returns a record, or {label: record} for several sets of prompts or concurrencies.
 
-    `show` is called with the result before it is written to --out. Raises ValueError if a server cannot be used, if it
-    refuses a prompt, and if it has other requests during a measurement. Before this and a KeyboardInterrupt, the
-    measurements that were finished are shown and written, and before an error of fledge's own decoder, all of them.
+    `show` is called with the result before the result is written to --out. Raises ValueError if a server cannot be
+    used, refuses a prompt, or has requests of other clients during a measurement. All finished measurements are shown
+    and written before a ValueError, a KeyboardInterrupt, or an error of fledge's own decoder is raised.
     """
     work = _ServerEvaluation(options, _check(options), progress)
-    with restoring_signals() as ignore_signals:  # until what was measured is shown and written
+    with restoring_signals() as ignore_signals:  # until the measurements are shown and written
         try:
             asyncio.run(work.measure_all())
             if work.config is not None:
@@ -65,7 +65,7 @@ def measure_server(options: EvalOptions, progress: Any, show: Callable[[dict[str
 
 
 def _check(options: EvalOptions) -> list[int]:
-    """Checks the options that only matter here, and returns the concurrencies."""
+    """Checks the options of server measurements, and returns the concurrencies."""
     concurrencies = options.concurrency or [1]
     if min(concurrencies) < 1 or len(set(concurrencies)) < len(concurrencies):
         raise ValueError(f"--concurrency {', '.join(map(str, concurrencies))}: give different numbers of at least 1")
@@ -90,28 +90,29 @@ def _check(options: EvalOptions) -> list[int]:
 
 @dataclasses.dataclass
 class _Found:
-    """What was measured of one set at one concurrency: with the draft, without it, and by fledge's decoder."""
+    """The measurements of one set of prompts at one concurrency: on the server with the draft, on the `baseline`
+    without a draft, and by fledge's decoder (`own`)."""
 
     server: Server
     version: str | None
     decoding: Decoding
     measurement: Measurement
     baseline: Measurement | None = None
-    baseline_server: dict[str, Any] | None = None  # as the record has it
+    baseline_server: dict[str, Any] | None = None  # the record's field `baseline_server`
     own: dict[str, Any] | None = None
 
 
 class _ServerEvaluation:
-    """The measurements of a server: those that are planned, and those that are finished."""
+    """The measurements of a server: `planned` sets and concurrencies, and `measured` results."""
 
     def __init__(self, options: EvalOptions, concurrencies: Sequence[int], progress: Any):
-        """Reads the draft's config, the target's sizes and tokenizer, and the prompts. Raises ValueError for a damaged
-        draft, and for one that does not fit the target or cannot draft as the options say."""
+        """Reads the draft's config, the target's sizes and tokenizer, and the prompts. Raises ValueError for a draft
+        that is damaged, does not fit the target, or does not support the drafting options."""
         self.options, self.progress = options, progress
         self.config: DraftConfig | None = None
         self.kwargs = parse_template_kwargs(options.template_kwargs)
         self.template: ChatTemplate | None = None
-        for way in ways(options):  # one, or none without a draft
+        for way in ways(options):  # one way, or none without a draft
             drafting = Drafting(**way.options(options).drafting(way.mode))
             drafting.check_sampling(options.sampling())
             self.config = open_draft(way.draft).config
@@ -126,7 +127,7 @@ class _ServerEvaluation:
                 check_fits(self.config, target)  # before anything is asked
             self.template = ChatTemplate(target.tokenizer, target.stop_ids, self.kwargs)
         self.sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
-        if self.config is not None and self.template is not None:  # warns once of a mode that was not trained
+        if self.config is not None and self.template is not None:  # warns once about an untrained mode
             chats = (p for prompts in self.sets.values() for p in prompts if p.text is None)
             trained = self.config.provenance
             found = (untrained_mode(self.template, trained, conversation(p, ()), tools=p.tools) for p in chats)
@@ -136,8 +137,8 @@ class _ServerEvaluation:
         self.measured: dict[_Place, _Found] = {}
 
     def record(self) -> dict[str, Any]:
-        """The record of the measurement, or the records of those that are finished by what distinguishes the planned
-        ones."""
+        """The record of a single planned measurement; for several planned measurements, the records of the finished
+        measurements, by set name, concurrency or both."""
         several = tuple(len(set(names)) > 1 for names in zip(*self.planned, strict=True))
         records = {
             " ".join(itertools.compress((name, f"{n} in flight"), several)): _finished(found, self.options, self.config)
@@ -146,14 +147,14 @@ class _ServerEvaluation:
         return records if any(several) else next(iter(records.values()), {})
 
     async def measure_all(self) -> None:
-        """Measures the sets of prompts at all concurrencies, with the draft and, if there is a server for it,
-        without."""
+        """Measures all sets of prompts at all concurrencies, on the server with the draft and on the baseline server if
+        --baseline-endpoint is given."""
         options = self.options
         async with contextlib.AsyncExitStack() as stack:
             key, most = key_in(options.api_key_env), max(concurrency for _, concurrency in self.planned)
 
             async def connect(url: str, model: str | None) -> Client:
-                # a repeated request would be counted twice by the server
+                # the server would count a repeated request twice
                 client = Client(url, api_key=key, connections=most + 1, timeout=options.request_timeout, retries=0)
                 await stack.enter_async_context(client)
                 await client.connect(model)
@@ -191,9 +192,9 @@ class _ServerEvaluation:
                         write_record(options.out, self.record())
 
     def add_own(self, config: DraftConfig) -> None:
-        """Decodes the prompts of the measurements with fledge's own decoder, at the server's depth unless --depth names
-        another, and adds τ, α and the share of equal answers. Raises ValueError, which tells an error of the decoder
-        from one of the measurement, if that fails."""
+        """Decodes the prompts of the measurements with fledge's own decoder, at --depth (default: the server's depth),
+        and adds τ, α and the number of equal answers. Raises ValueError if decoding fails; the message says that the
+        server was measured."""
         (way,) = ways(self.options)
         try:
             depth = way.depth or _depth_of(self.measured, trained_depth(config), way.mode)
@@ -214,7 +215,8 @@ class _ServerEvaluation:
             raise ValueError(f"the server was measured, but fledge's own τ is missing: {reason}") from e
 
     def _decode(self, engine: Engine, names: dict[str, Any]) -> None:
-        """Decodes the prompts of each measurement, and adds the figures to it, with what `names` says of the draft."""
+        """Decodes the prompts of each measurement, and sets the measurement's `own` to the figures and `names` (depth
+        and method of the draft)."""
         done: dict[str, Any] = {}
         for (name, _), found in self.measured.items():
             requests = found.measurement.requests
@@ -231,9 +233,9 @@ class _ServerEvaluation:
 
 
 def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) -> int:
-    """The server's number of drafted tokens in a round, if it drafts chains and says so, else the draft's own. Of a
-    tree, SGLang counts all nodes. Raises ValueError if the number can only be that of a tree, and a chain is asked
-    for."""
+    """The depth at which fledge decodes: the server's number of drafted tokens per round, or `trained` if the number is
+    unknown or the mode is tree (SGLang counts all nodes of a tree). Raises ValueError for a chain if SGLang's number is
+    too large for a chain."""
     depths = [found.measurement.acceptance.depth for found in measured.values() if found.measurement.acceptance]
     known = [round(depth) for depth in depths if depth]
     if mode == "tree" or not known:

@@ -1,4 +1,4 @@
-"""What `fledge eval` prints of its records: a table, and sentences on what the figures mean."""
+"""The output of `fledge eval` for records: a table, and sentences that explain the figures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fledge.io.display import ResultPrinter
 from fledge.measure.endpoint import TOLERANCE, mismatch_sentence
 from fledge.measure.metrics import alpha_text, chain_gains, pause_line
 
-WORTH_TRYING = 1.03  # of the speed of the measured depth; smaller gains are within the noise of the times
-FEW = 6  # records, each of which gets all its sentences
+WORTH_TRYING = 1.03  # smallest suggested gain over the measured depth; smaller gains are within the noise of the times
+FEW = 6  # up to so many records, every record gets all sentences
 
 
 def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
-    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ. Of more
-    than FEW records, the summaries have only what has to be known to read the table."""
+    """Prints a table with one row per record, and a summary of each record. A narrow table omits columns, but never τ.
+    For more than FEW records, the summaries have only the `notices`."""
     records = {"": record} if "tau" in record else record
     rows = records.items()
     widths = [half_width(r) for r in records.values()]
@@ -38,8 +38,8 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
 
 
 def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
-    """The sentences below a table; with `speeds`, also the speeds of both arms, which the table has no room for. Of
-    more than FEW records, what is true of all is said once."""
+    """The sentences below a table. With `speeds`, the sentences include the speeds of both arms, for a table without
+    the columns of speeds. For more than FEW records, a sentence that all records share appears once."""
     few = len(records) <= FEW
     of = {name: (summary_lines if few else notices)(r) for name, r in records.items()}
     if speeds:
@@ -54,7 +54,8 @@ def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
 
 
 def half_width(r: dict[str, Any]) -> float | None:
-    """What τ's 95 % interval has above τ, and as much below it, though no τ is below 1; None without an interval."""
+    """The half width of τ's 95 % interval; None without an interval. The half width is taken above τ, since the lower
+    end of the interval is cut at 1."""
     interval = r["tau_interval"]
     return interval[1] - r["tau"] if interval else None
 
@@ -67,7 +68,7 @@ def speed_line(r: dict[str, Any]) -> str:
 
 
 def summary_lines(r: dict[str, Any]) -> list[str]:
-    """Sentences about a record: what its figures mean."""
+    """Sentences that explain the figures of a record."""
     return figure_lines(r) + notices(r)
 
 
@@ -91,7 +92,7 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
 
 
 def round_lines(r: dict[str, Any]) -> list[str]:
-    """Sentences on a record at batch 1: where the time of a round goes, and what would make decoding faster."""
+    """Sentences on a record at batch 1: the parts of the time of a round, and the change that would gain most."""
     drafting, verification, rest, token = (
         r["round"][part] for part in ("draft_ms", "verify_ms", "overhead_ms", "vanilla_token_ms")
     )
@@ -126,7 +127,7 @@ def round_lines(r: dict[str, Any]) -> list[str]:
 
 
 def notices(r: dict[str, Any]) -> list[str]:
-    """Sentences on how far the figures can be relied on: whether outputs differ, and what disturbed the measurement."""
+    """Sentences on the reliability of the figures: differing outputs, and disturbances of the measurement."""
     lines = []
     if "stopped" in r:
         lines.append(f"Stopped after {r['prompts']} of {r['stopped']} answers.")
@@ -166,7 +167,8 @@ def notices(r: dict[str, Any]) -> list[str]:
 
 
 def print_server_table(record: dict[str, Any], printer: ResultPrinter) -> None:
-    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
+    """Prints a table with one row per record, and a summary of each record. A narrow table omits columns, but never
+    τ."""
     records = {"": record} if "tau" in record else record
     rows = records.values()
     columns = {
@@ -186,7 +188,7 @@ def print_server_table(record: dict[str, Any], printer: ResultPrinter) -> None:
 
 
 def server_lines(r: dict[str, Any]) -> list[str]:
-    """Sentences about a record: what its figures mean."""
+    """Sentences that explain the figures of a server's record."""
     lines = []
     if r["tau"]:
         lines.append(f"τ is from {r['counted']['source']}: {r['counted']['rounds']:,.0f} verifications.")
