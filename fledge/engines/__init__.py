@@ -1,1 +1,2 @@
-"""Other engines that serve drafts: what each of them supports, and the files and numbering that it reads."""
+"""Engines other than fledge's that serve drafts: the drafts that each engine supports, and each engine's file formats
+and layer numbering."""

@@ -1,6 +1,6 @@
 """A client of OpenAI-compatible servers: vLLM, SGLang and others.
 
-It speaks /v1/chat/completions for conversations, /v1/completions for texts and token ids, and SGLang's own /generate,
+The client uses /v1/chat/completions for conversations, /v1/completions for texts and token ids, and SGLang's /generate,
 whose answers count the acceptance of each request.
 """
 
@@ -18,16 +18,16 @@ import httpx2
 from fledge.io.fields import shortened
 from fledge.io.http import MOST_BYTES, Http, Passing, ServerProblem, UnusableAnswer, json_objects
 
-MOST_TOKENS = 2**20  # of an answer
-MOST_NAME = 200  # characters of a model's name
+MOST_TOKENS = 2**20  # most tokens of an answer
+MOST_NAME = 200  # most characters of a model's name
 FINISHED = {"stop": "stop", "length": "length", "eos": "stop", "end_turn": "stop", "tool_calls": "tool_calls"}
-ENGINES = ("vllm", "sglang")  # the servers that say in /v1/models who they are
+ENGINES = ("vllm", "sglang")  # the engines that name themselves in /v1/models
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids, or messages
 
 
 async def run_together(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs workers until all are done, or one raises an error: the others are then cancelled first."""
+    """Runs workers until all are done. If a worker raises an error, cancels all workers before raising the error."""
     tasks = [asyncio.create_task(worker) for worker in workers]
     try:
         await asyncio.gather(*tasks)
@@ -39,8 +39,8 @@ async def run_together(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """What /v1/models says: the engine ("vllm", "sglang" or "" for others), the model's name, and the context in
-    tokens, if it is known."""
+    """A server as described by /v1/models: the engine ("vllm", "sglang", or "" for any other), the model's name, and
+    the context in tokens (None: unknown)."""
 
     engine: str
     model: str
@@ -49,8 +49,8 @@ class Server:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How answers are decoded. `top_k` 0 and `top_p` 1 keep all tokens; `template_kwargs` are variables of the chat
-    template."""
+    """The decoding options of answers. `top_k` 0 and `top_p` 1 keep all tokens; `template_kwargs` are variables of the
+    chat template."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -60,15 +60,16 @@ class Decoding:
     template_kwargs: dict[str, Any] | None = None
 
     def of(self, template_kwargs: dict[str, Any] | None) -> Decoding:
-        """The settings for a chat whose own template variables take precedence."""
+        """The options for a chat with the template variables `template_kwargs`, which take precedence."""
         own = {**(self.template_kwargs or {}), **(template_kwargs or {})}
         return replace(self, template_kwargs=own or None)
 
     def fields(self, engine: str) -> dict[str, Any]:
         """The fields of a request to an engine.
 
-        vLLM and SGLang take what a request does not set from the model's generation_config.json, so every field that
-        changes the text is sent to them. Other servers get only standard fields, unless an option asks for more.
+        Requests to vLLM and SGLang set every field that changes the text, since both take fields that a request does
+        not set from the model's generation_config.json. All other servers get only standard fields, and top_k and
+        repetition_penalty if set.
         """
         standard = {"temperature": self.temperature, "top_p": self.top_p}
         own = {"top_k": self.top_k or -1, "min_p": 0.0, "repetition_penalty": self.repetition_penalty}
@@ -80,12 +81,12 @@ class Decoding:
 
 @dataclass
 class Answer:
-    """A server's answer, whose parts are added as they arrive.
+    """A server's answer, built from parts in the order of arrival.
 
     `finish` is "stop", "length" or "tool_calls". `prompt_tokens` and `tokens` are the server's counts of the prompt and
-    of the answer; None if it does not say. `prompt_ids` and `token_ids` are the tokens of the prompt and of the answer,
-    where the engine returns them. `meta` is SGLang's meta_info. `started`, `first` and `last` are the times
-    (`time.perf_counter`) of the request, of its first token and of its end; without streaming, `first` is the end too.
+    of the answer; None without counts. `prompt_ids` and `token_ids` are the tokens of the prompt and of the answer;
+    None if the engine returns no tokens. `meta` is SGLang's meta_info. `started`, `first` and `last` are the times
+    (`time.perf_counter`) of the request, of the first token and of the end; without streaming, `first` equals `last`.
     """
 
     text: str = ""
@@ -101,8 +102,9 @@ class Answer:
     last: float = 0.0
 
     def prompt_difference(self, ids: list[int]) -> str:
-        """How the server's prompt differs from these token ids: by its tokens where the server returns them, otherwise
-        by their number. Empty if it does not, or where neither is known."""
+        """The difference between the server's prompt and the token ids `ids`: the first different token if the server
+        returns the prompt's tokens, otherwise the numbers of tokens. Empty without a difference, or if the server
+        returns neither tokens nor a count."""
         theirs = self.prompt_tokens if self.prompt_ids is None else len(self.prompt_ids)
         if theirs is not None and theirs != len(ids):
             return f"{theirs} tokens on the server, {len(ids)} by the target's template"
@@ -119,7 +121,7 @@ class Answer:
         text = message.get("content") if message is not choice else choice.get("text")
         reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
         ids = choice.get("token_ids")
-        self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids  # of /v1/completions
+        self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids  # answers of /v1/completions
         self.text, self.reasoning = self.text + (text or ""), self.reasoning + reasoning
         if ids is not None:
             self.token_ids = (self.token_ids or []) + list(ids)
@@ -136,8 +138,8 @@ class Answer:
         self.prompt_tokens, self.tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
 
     def ended(self) -> Answer:
-        """The whole answer. Raises `Passing` if it has no end, and TypeError for values of other types, or out of the
-        range, of those of an answer."""
+        """The whole answer. Raises `Passing` for an answer without an end, and TypeError for a field with a wrong type
+        or out of range."""
         counts = [n for n in (self.prompt_tokens, self.tokens) if n is not None]
         if not all(map(is_count, (*counts, *(self.token_ids or ()), *(self.prompt_ids or ())))):
             raise TypeError("counts and token ids are integers")
@@ -158,8 +160,9 @@ class Client(Http):
     server: Server | None = None
 
     async def connect(self, model: str | None = None) -> Server:
-        """Asks the server who it is and which models it has. `model` is the name to use; it may be None if there is
-        one only. Raises ServerProblem if the server cannot be reached or has no such model."""
+        """Asks the server for its engine and models. `model` is the name of the model to use (None: the server's only
+        model). Raises ServerProblem if the server cannot be reached, lacks the model, or has several models and `model`
+        is None."""
         found = await self.json("/v1/models")
         cards = found.get("data") if isinstance(found, dict) else None
         if not isinstance(cards, list) or not all(map(_is_card, cards)):
@@ -180,7 +183,7 @@ class Client(Http):
         return self.server
 
     async def version(self) -> str | None:
-        """The engine's version, if it tells."""
+        """The engine's version; None if unknown."""
         path = {"vllm": "/version", "sglang": "/server_info"}.get(self.server.engine if self.server else "")
         try:
             found = await self.json(path) if path else None
@@ -193,7 +196,7 @@ class Client(Http):
         self, prompt: Prompt, decoding: Decoding, *, tools: list[Any] | None = None, seed: int | None = None,
         stream: bool = False, token_ids: bool = False,
     ) -> Answer:  # fmt: skip
-        """The answer to a prompt. With `token_ids`, vLLM is asked for those of the prompt and of the answer.
+        """The answer to a prompt. With `token_ids`, vLLM also returns the token ids of the prompt and of the answer.
 
         Raises as `Http.post`.
         """
@@ -205,7 +208,7 @@ class Client(Http):
             body["chat_template_kwargs"] = decoding.template_kwargs
         if tools:
             body["tools"] = tools
-            if server.engine == "vllm":  # with "auto" it needs a tool parser; with "none" the tools are in the prompt
+            if server.engine == "vllm":  # "auto" needs a tool parser; "none" keeps the tools in the prompt
                 body["tool_choice"] = "none"
         if seed is not None:
             body["seed"] = seed
@@ -217,8 +220,8 @@ class Client(Http):
         return await self.post(path, body, partial(_read_openai, stream))
 
     async def generate(self, ids: list[int], decoding: Decoding, *, seed: int | None = None) -> Answer:
-        """The answer to a prompt of token ids by SGLang's /generate, streamed. Its `meta` counts the acceptance of the
-        request. Raises as `ask`."""
+        """The answer to a prompt of token ids by SGLang's /generate, streamed. The answer's `meta` counts the
+        acceptance of the request. Raises as `ask`."""
         parameters = decoding.fields("sglang") | {"max_new_tokens": decoding.max_new_tokens}
         parameters |= {} if seed is None else {"sampling_seed": seed}
         body = {"input_ids": ids, "sampling_params": parameters, "stream": True}
@@ -230,21 +233,22 @@ async def _read_openai(stream: bool, started: float, response: httpx2.Response) 
     async for chunk in json_objects(response, stream):
         if usage := chunk.get("usage"):
             answer.count(usage)
-        answer.prompt_ids = chunk.get("prompt_token_ids") or answer.prompt_ids  # of /v1/chat/completions
+        answer.prompt_ids = chunk.get("prompt_token_ids") or answer.prompt_ids  # answers of /v1/chat/completions
         for choice in chunk.get("choices") or ():
             answer.add(choice)
     return answer.ended()
 
 
 async def _read_sglang(started: float, response: httpx2.Response) -> Answer:
-    """Reads the chunks of /generate, each with the text and ids so far or, if the server is set so, the new ones."""
+    """Reads the chunks of /generate. By the server's setting, a chunk has the text and ids so far, or only the new text
+    and ids."""
     answer = Answer(started=started)
     text, ids, number = "", [], 0
     joined, joined_ids = "", []
     async for chunk in json_objects(response, stream=True):
         meta = answer.meta = chunk.get("meta_info") or answer.meta
         text, ids, number = chunk.get("text") or "", list(chunk.get("output_ids") or ()), number + 1
-        if len(joined) <= MOST_BYTES and len(joined_ids) <= MOST_TOKENS:  # more is of chunks with all so far
+        if len(joined) <= MOST_BYTES and len(joined_ids) <= MOST_TOKENS:  # cumulative chunks may exceed the limits
             joined, joined_ids = joined + text, joined_ids + ids
         if not answer.first and (ids or text):
             answer.first = time.perf_counter()
@@ -264,7 +268,7 @@ def _paired(text: str) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value of a server's JSON can be a number of tokens, or a token's id."""
+    """Whether a value of a server's JSON can be a number of tokens, or a token id."""
     return isinstance(value, int) and 0 <= value < 2**31
 
 

@@ -14,16 +14,16 @@ from fledge.config import DraftConfig
 from fledge.io.hub import split_revision
 
 ENGINES = ("vllm", "sglang")
-SWITCHES = {"--enable-metrics"}  # flags without a value, which replace nothing when they are given again
+SWITCHES = {"--enable-metrics"}  # flags without a value, harmless when repeated
 PROGRAMS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server")}
 NAMES_OF_TARGET = {"vllm": ("--model",), "sglang": ("--model-path", "--model")}  # further flags of the target
-DEPTH = 5  # drafted tokens of a round, of a draft that does not say how many it was trained for
+DEPTH = 5  # drafted tokens of a round, for a draft without a recorded depth
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What is served: a target with a draft, `depth` drafted tokens a round, or a tree of `nodes` nodes, its root
-    included, with at most `width` children each (SGLang only)."""
+    """A target served with a draft: `depth` drafted tokens a round, or a tree of `nodes` nodes, including the root,
+    with at most `width` children per node (SGLang only)."""
 
     target: str
     draft: str
@@ -34,15 +34,15 @@ class Serving:
 
 
 def trained_depth(config: DraftConfig) -> int:
-    """The number of tokens that a draft was trained to draft in a round."""
+    """The number of tokens that a draft was trained to draft in a round; DEPTH if not recorded."""
     return config.provenance.depth or DEPTH
 
 
 def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) -> list[str]:
     """The words of the command that starts an engine's server with a draft, followed by `arguments`.
 
-    Raises ValueError for a tree that the engine does not draft, and for arguments that say again which model is served
-    or what is drafted.
+    Raises ValueError for a tree that the engine does not draft, and for arguments that set the served model or the
+    drafting again.
     """
     command = engine_command(engine, serving)
     fixed = {word for word in command if word.startswith("--")} - SWITCHES | {*NAMES_OF_TARGET[engine]}
@@ -55,8 +55,8 @@ def serve_command(engine: str, serving: Serving, arguments: Sequence[str] = ()) 
 
 
 def _replaces(word: str, flags: Collection[str]) -> bool:
-    """Whether argparse reads a word as one of these flags or as a flag of speculative decoding, such as vLLM's -sc. It
-    takes shortened flags, and engines take underscores for hyphens."""
+    """Whether argparse reads a word as a flag in `flags` or as a flag of speculative decoding, such as vLLM's -sc.
+    argparse accepts shortened flags, and engines accept underscores for hyphens."""
     name = re.split(r"[=.]", word, maxsplit=1)[0].replace("_", "-")
     if not name.startswith("--"):
         return name.startswith("-s")
@@ -64,12 +64,13 @@ def _replaces(word: str, flags: Collection[str]) -> bool:
 
 
 def engine_command(engine: str, serving: Serving) -> list[str]:
-    """The words of `serve_command`, with the program as it is called where the engine is installed."""
+    """The words of `serve_command` on a machine on which the engine is installed, without further arguments."""
     return [*PROGRAMS[engine], *(_vllm if engine == "vllm" else _sglang)(serving)]
 
 
 def program(engine: str) -> list[str]:
-    """The words that start an engine's server here: its script, or the module of this Python if there is no script."""
+    """The words that start an engine's server on this machine: the engine's script, or the engine's module run by this
+    Python."""
     importable = importlib.util.find_spec(engine) is not None
     if importable and engine == "sglang":
         return [sys.executable, *PROGRAMS[engine][1:]]
@@ -79,7 +80,7 @@ def program(engine: str) -> list[str]:
 
 
 def available(engine: str) -> bool:
-    """Whether an engine can be started here: by its script, or by this Python."""
+    """Whether an engine can be started on this machine: by the engine's script, or by this Python."""
     return importlib.util.find_spec(engine) is not None or (engine == "vllm" and shutil.which("vllm") is not None)
 
 
@@ -88,7 +89,7 @@ def _vllm(serving: Serving) -> list[str]:
         raise ValueError("vLLM drafts chains, no trees; leave --tree-nodes and --tree-width out, or use SGLang")
     target, revision = split_revision(serving.target)
     draft, draft_revision = split_revision(serving.draft)
-    # without a method, vLLM takes a draft for a small language model of its own, unless its path says eagle
+    # without a method, vLLM takes the draft for an independent small language model, unless the path contains eagle
     method = "eagle3" if serving.config.family.reads_layers else "eagle"
     speculative = {"method": method, "model": draft, "num_speculative_tokens": serving.depth}
     speculative |= {"revision": draft_revision} if draft_revision else {}
@@ -101,7 +102,7 @@ def _sglang(serving: Serving) -> list[str]:
     target, revision = split_revision(serving.target)
     draft, draft_revision = split_revision(serving.draft)
     width = serving.width or (1 if serving.nodes is None else 10)
-    most = 1 + width + (serving.depth - 1) * width**2  # that it scores: each level's nodes have `width` children
+    most = 1 + width + (serving.depth - 1) * width**2  # scored nodes: `width` nodes a level have `width` children each
     nodes = serving.nodes or (serving.depth + 1 if width == 1 else min(60, most))
     if width > 1 and nodes > most:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The files of a draft as each engine loads them, and what distinguishes them from the files that the draft has.
+"""The files of a draft in the format of each engine, and the differences from the draft's current files.
 
-vLLM, SGLang and SafeAILab's code load most of fledge's own files (`drafts.weights.draft_files`) as they are. What
-single engines need in addition is in `LAYOUTS`.
+vLLM, SGLang and SafeAILab's code load most of fledge's own files (`drafts.weights.draft_files`) unchanged. `LAYOUTS`
+has a function that makes the files for each engine.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fledge.io.formats import REFUSED_FIELDS, is_speculators, speculators_config
 from fledge.io.tensors import WEIGHTS, stray_readers
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, and the tensors
-# Fields that no engine reads of a draft, or that are compared in another way
+# Fields that no engine reads in a draft's config.json, or that are compared separately
 NOT_COMPARED = {
     "fledge", "speculators_config", "transformer_layer_config", "torch_dtype", "bos_token_id", "eos_token_id",
     "pad_token_id", "embed_requires_grad", *REFUSED_FIELDS,
 }  # fmt: skip
-# Values that mean the same as a missing field to every engine; for fields that are not here, false means the same
+# Values that every engine reads like a missing field; for fields not in DEFAULTS, false is like a missing field
 DEFAULTS = {
     "num_aux_hidden_states": 3, "hidden_act": "silu", "bias": None, "eagle_config": {"use_aux_hidden_state": True},
 }  # fmt: skip
-OUTSIDE_MODEL = {"model.lm_head.weight", "model.d2t"}  # what SGLang does not look for below `model.`
+OUTSIDE_MODEL = {"model.lm_head.weight", "model.d2t"}  # names under which SGLang does not find the tensors
 ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
-# vLLM's names of one class, by whether the draft reads hidden states of layers (EAGLE-3) or the final ones (EAGLE-1)
+# vLLM's names of one class; True: the draft reads hidden states of layers (EAGLE-3), False: final states (EAGLE-1)
 VLLM_CLASSES = {
     True: {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"},
     False: {"LlamaForCausalLM", "EagleLlamaForCausalLM"},
@@ -53,8 +53,8 @@ class TargetName:
 class Export:
     """A draft for one engine.
 
-    `differences` says how its files differ from the draft's own, in phrases; it is empty if the engine loads those as
-    they are. `hf` and `tensors` are the content of the files.
+    `differences` are phrases about the differences between the export's files and the draft's current files; empty if
+    the engine loads the draft's current files. `hf` and `tensors` are the content of the export's files.
     """
 
     differences: tuple[str, ...]
@@ -69,8 +69,8 @@ class Export:
 def export(draft: DraftFiles, engine: str, target: TargetName | None = None) -> Export:
     """A draft's files for an engine, one of `support.ENGINES`.
 
-    Weights keep their values and dtypes. `target` is needed for "speculators", unless the draft's config names it.
-    Raises ValueError if the engine cannot serve the draft (`support.unsupported`), or without a target that is needed.
+    Weights keep values and dtypes. `target` is needed for "speculators", unless the draft's config names the target.
+    Raises ValueError if the engine cannot serve the draft (`support.unsupported`), or without a needed target.
     """
     if reason := unsupported(draft.config, engine):
         raise ValueError(reason)
@@ -95,13 +95,15 @@ def _portable(draft: DraftFiles, target: TargetName | None) -> Files:
 
 
 def _sglang(draft: DraftFiles, target: TargetName | None) -> Files:
-    """SGLang's EAGLE-1 always has a bias in `fc`, and takes `bias` for that of the attention."""
+    """`_portable` with `bias` False: SGLang's EAGLE-1 always has a bias in `fc`, and reads `bias` as the attention's
+    bias."""
     hf, tensors = _portable(draft, target)
     return hf | {"bias": False}, tensors
 
 
 def _safeailab(draft: DraftFiles, target: TargetName | None) -> Files:
-    """SafeAILab's code reads the draft's own embeddings only if the config has `target_hidden_size`."""
+    """`_portable` with `target_hidden_size` for a draft with own embeddings: without the field, SafeAILab's code does
+    not read the draft's embeddings."""
     hf, tensors = _portable(draft, target)
     if draft.config.own_embeddings:
         hf["target_hidden_size"] = draft.config.target_hidden_size
@@ -127,7 +129,7 @@ def _speculators(draft: DraftFiles, target: TargetName | None) -> Files:
 
 
 def _speculators_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All layers numbered, and no copy of their input norms under SGLang's name."""
+    """The tensors with all layers numbered, and without copies of the layers' input norms under SGLang's name."""
     tensors = portable_tensors(config, state)
     copies = {name for name in tensors if name.startswith("layers.") and name.endswith("hidden_norm.weight")}
     return {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items() if name not in copies}
@@ -148,7 +150,8 @@ def _flat(draft: DraftFiles) -> dict[str, Any]:
 def _differences(
     draft: DraftFiles, engine: str, hf: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[str, ...]:  # fmt: skip
-    """How files with the given content differ from a draft's own, in what the engine reads."""
+    """Phrases about the differences between the content `hf` and `tensors` and a draft's current files, of all parts
+    that the engine reads."""
     found, fields = [] if draft.file == WEIGHTS else [f"weights in {WEIGHTS}, not {draft.file}"], []
     if strays := [name for name in draft.strays if engine in stray_readers(name)]:
         found.append(f"without {_listed(strays)}, with other weights")
@@ -170,15 +173,16 @@ def _differences(
 
 
 def _as_read(hf: dict[str, Any], engine: str, config: DraftConfig) -> dict[str, Any]:
-    """A flat config with what the engine takes for missing fields, and one spelling of what has several."""
+    """A flat config with the engine's defaults for missing fields, and with a single spelling of fields that have
+    several spellings."""
     heads = config.num_attention_heads
     defaults = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
-    if engine != "safeailab" and config.family.reads_layers:  # others have a bias in fc without this field
+    if engine != "safeailab" and config.family.reads_layers:  # EAGLE-1 and SafeAILab: a bias by default
         defaults["bias"] = False
     if engine == "vllm":
         defaults["draft_vocab_size"] = config.vocab_size
     read = hf | {name: value for name, value in defaults.items() if hf.get(name) is None}
-    if engine != "safeailab":  # whose code reads the older fields alone
+    if engine != "safeailab":  # SafeAILab's code reads only the older fields of RoPE
         read = {name: value for name, value in read.items() if name not in ROPE_FIELDS}
         read["rope_parameters"] = RopeConfig.from_hf(hf).to_hf()
     classes, given = VLLM_CLASSES[config.family.reads_layers], set(hf.get("architectures") or ())
@@ -188,14 +192,14 @@ def _as_read(hf: dict[str, Any], engine: str, config: DraftConfig) -> dict[str, 
 
 
 def _tensors_read(names: Iterable[str], engine: str, config: DraftConfig) -> set[str]:
-    """Names of tensors, in one spelling where an engine takes several, without those that it skips."""
+    """The names of the tensors that an engine reads, in a single spelling if the engine accepts several spellings."""
     if engine not in ("vllm", "sglang"):
         return set(names)
     skipped = {"t2d", *(["fc.bias"] if engine == "vllm" else [])}
     found = {name for name in names if name not in skipped and not name.endswith("rotary_emb.inv_freq")}
     if not config.family.reads_layers:
         return found
-    if engine == "sglang":  # whose EAGLE-3 class takes names with and without the prefix
+    if engine == "sglang":  # SGLang's EAGLE-3 class accepts names with and without the prefix
         found = {n if n in OUTSIDE_MODEL else n.removeprefix("model.") for n in found}
     return {n.replace("layers.0.", "midlayer.", 1) for n in found}
 
@@ -205,11 +209,11 @@ def _layer(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The fields of config.json that are new or have another value, and those of the flat layout that are gone, each
-    with its values."""
+    """Phrases about the changed fields of config.json, with the new and the old value: fields of `new` that are added
+    or differ, and fields of the flat layout that `new` lacks."""
     skipped = NOT_COMPARED | ({"architectures"} if is_speculators(new) else set())  # vLLM ignores speculators' classes
     if "rope_theta" in old and "rope_parameters" not in old:
-        skipped |= {"rope_parameters"}  # SafeAILab's code reads the older fields
+        skipped |= {"rope_parameters"}  # SafeAILab's code reads only the older fields of RoPE
     names = {*new, *(name for name in old if name in FLAT_FIELDS)} - skipped
     changed = sorted(name for name in names if _value(name, old) != _value(name, new))
     return [
@@ -218,7 +222,7 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _text(value: Any, other: Any) -> str:
-    """A field's value as text; of two objects, the fields by which it differs from the other."""
+    """A field's value as text. If both values are objects, only the entries that differ from `other`."""
     if value is None:
         return "absent"
     if isinstance(value, dict) and isinstance(other, dict):

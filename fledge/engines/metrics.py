@@ -1,9 +1,9 @@
-"""Acceptance as serving engines count it, in the terms of `fledge.measure.metrics`.
+"""Acceptance from the counters of serving engines, in the terms of `fledge.measure.metrics`.
 
 vLLM counts in /metrics: drafts (verifications), drafted and accepted tokens, and accepted tokens by position. SGLang
 counts for each request (`meta_info` of /generate): verifications, accepted tokens, and a histogram of the accepted
-tokens of a verification; and in /metrics, with --enable-metrics, verifications and tokens. In all of these
-τ = 1 + accepted / verifications, and α_k = (rounds that accepted k tokens) / (rounds that accepted k - 1).
+tokens of a verification; and in /metrics, with --enable-metrics, verifications and tokens. For every source,
+τ = 1 + accepted / verifications, and α_k = (rounds that accepted k tokens) / (rounds that accepted k - 1 tokens).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COUNTED = ("spec_verify_ct", "completion_tokens", "spec_num_correct_drafts", "sp
 SAMPLE = re.compile(
     r"(?P<name>[a-zA-Z_:][\w:]*)(\{(?P<labels>.*)\})?\s+(?P<value>[-+]?\d+(\.\d*)?([eE][-+]?\d+)?)(\s+\d+)?"
 )
-MOST = 2.0**53  # a larger value counts nothing
-MOST_POSITIONS = 1024  # drafted tokens of a round
+MOST = 2.0**53  # larger values are no counts
+MOST_POSITIONS = 1024  # most drafted tokens of a round
 MOST_LINE = 10_000  # characters; a longer line is no sample
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -31,8 +31,8 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class Acceptance:
     """Sums over verification rounds.
 
-    `by_position[k]` is the number of rounds that accepted more than k tokens; empty if the engine does not tell.
-    `drafted` is the number of drafted tokens; None if it does not tell. `source` says where the figures are from.
+    `by_position[k]` is the number of rounds that accepted more than k tokens; empty without counts by position.
+    `drafted` is the number of drafted tokens; None without a count. `source` names the source of the figures.
     """
 
     rounds: float
@@ -48,8 +48,8 @@ class Acceptance:
 
     @property
     def alpha(self) -> list[float | None] | None:
-        """The acceptance rate of each drafted token among the rounds that accepted those before it, which is None if
-        there are none; None if unknown."""
+        """The acceptance rate of each drafted token among the rounds that accepted all earlier tokens; a rate is None
+        if no round did. None without counts by position."""
         if not self.by_position:
             return None
         reached = [self.rounds, *self.by_position]
@@ -65,9 +65,9 @@ class Acceptance:
 class Counters:
     """An engine's counters since its start.
 
-    `acceptance` is None if it does not speculate or does not tell. `tokens` are the generated tokens of all requests,
-    and `requests` is their number; None if it does not tell. `running` is the number of requests that are being decoded
-    or wait.
+    `acceptance` is None if the engine does not speculate or does not count acceptance. `tokens` counts the generated
+    tokens of all requests, and `requests` the requests; `running` is the number of requests that are being decoded or
+    wait. A number is None if the engine does not count it.
     """
 
     acceptance: Acceptance | None = None
@@ -76,7 +76,7 @@ class Counters:
     running: float | None = None
 
     def since(self, before: Counters) -> Counters:
-        """The counts since an earlier reading of the same engine."""
+        """The counts since `before`, an earlier reading of the same engine."""
         spent = self.acceptance
         if spent is not None and before.acceptance is not None:
             past = before.acceptance
@@ -97,7 +97,7 @@ def _difference(after: float | None, before: float | None) -> float | None:
 
 
 class Samples:
-    """The samples of a text in Prometheus' exposition format. Series of the same name are added up."""
+    """The samples of a text in Prometheus' exposition format. Series with equal names are added up."""
 
     def __init__(self, text: str):
         self._values: dict[str, float] = {}
@@ -114,7 +114,7 @@ class Samples:
                 counts[k] = counts.get(k, 0.0) + value
 
     def get(self, *names: str) -> float | None:
-        """The sum of the series of several names; None if there is none."""
+        """The sum of the series with the given names; None if no series exists."""
         known = [self._values[name] for name in names if name in self._values]
         return sum(known) if known else None
 
@@ -142,8 +142,8 @@ def vllm_counters(text: str) -> Counters:
 def sglang_counters(text: str) -> Counters:
     """The counters in SGLang's /metrics.
 
-    The tokens of a verification are not counted; they are all tokens but the first one of each request, which comes
-    from its prefill. Tokens that were cut at the end of a request are missing.
+    SGLang does not count the tokens of verifications. Verifications generate all tokens except the first token of each
+    request, which the prefill generates. Tokens cut at the end of a request are missing.
     """
     samples = Samples(text)
     rounds, tokens = samples.get("sglang:spec_verify_calls_total"), samples.get("sglang:generation_tokens_total")
@@ -156,11 +156,11 @@ def sglang_counters(text: str) -> Counters:
 
 
 def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
-    """The acceptance of requests to SGLang's /generate, from the meta_info of their answers. None if these have no
-    counts of verifications. Raises ValueError for counts that are no numbers.
+    """The acceptance of requests to SGLang's /generate, from the meta_info of the answers. None if an answer lacks the
+    count of verifications. Raises ValueError for counts that are no numbers.
 
-    Where accepted tokens are not counted, they are taken from the answer's length: all tokens but the prefill's and one
-    for each verification.
+    Without a count of accepted tokens, the number follows from the answer's length: all tokens, minus 1 for the
+    prefill, minus 1 for each verification.
     """
     rounds = accepted = drafted = 0.0
     histogram: list[float] = []
@@ -168,7 +168,7 @@ def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
     for meta in metas:
         verified, tokens, correct, proposed = (_count(meta, name) for name in COUNTED)
         if verified is None:
-            if tokens is not None and tokens <= 1:  # the prefill's token alone, which nothing verified
+            if tokens is not None and tokens <= 1:  # only the prefill's token, without a verification
                 continue
             return None
         rounds += verified
@@ -186,7 +186,7 @@ def of_requests(metas: Iterable[dict[str, Any]]) -> Acceptance | None:
 
 
 def _count(meta: dict[str, Any], name: str) -> float | None:
-    """A count in SGLang's meta_info; None if there is none."""
+    """A count in SGLang's meta_info; None if meta_info lacks the count."""
     value = meta.get(name)
     if value is not None and not _is_count(value):
         raise ValueError(f"SGLang's meta_info counts {format_value(value)} as {name}, which is no number")
@@ -204,8 +204,8 @@ def _is_count(value: Any) -> bool:
 
 
 def since_start(info: Any) -> float | None:
-    """The mean accepted length that SGLang's /server_info gives, over everything since its start; None if it gives
-    none."""
+    """The mean accepted length of all requests since SGLang's start, from /server_info; None if /server_info lacks the
+    mean."""
     try:
         value = info["internal_states"][0]["avg_spec_accept_length"]
     except (KeyError, IndexError, TypeError):

@@ -1,7 +1,7 @@
-"""Which drafts an engine can serve, as tables of properties of a draft, and which of the target's layers it reads.
+"""The drafts that an engine can serve, as tables of properties of drafts, and the target's layers that engines read.
 
 The facts come from reading and running the engines' own loading code, in the versions of `CHECKED`. An engine that
-loads a draft but computes something else with it does not support that draft.
+loads a draft but computes a different function does not support the draft.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fledge.config import DraftConfig, engine_layers
 from fledge.io.formats import CLASSES, from_engine
 
 ENGINES = ("vllm", "sglang", "safeailab", "speculators")
-SERVERS = ("vllm", "sglang")  # those that serve drafts as they are
+SERVERS = ("vllm", "sglang")  # engines that serve unchanged draft files
 TITLES = {"vllm": "vLLM", "sglang": "SGLang", "safeailab": "SafeAILab's code", "speculators": "speculators' format"}
 CHECKED = {
     "vllm": "0.26.0 and 0.33.0",
@@ -24,7 +24,7 @@ CHECKED = {
 }
 ALL = ENGINES
 LIST = "eagle_aux_hidden_state_layer_ids"
-PLACES = {"vllm": LIST, "sglang": f"eagle_config.{LIST}"}  # where an engine looks for its list
+PLACES = {"vllm": LIST, "sglang": f"eagle_config.{LIST}"}  # the place of each engine's list of layers in config.json
 Property = Callable[[DraftConfig], bool]
 
 
@@ -46,7 +46,8 @@ def _layers_in_order(config: DraftConfig) -> bool:
 
 
 def _default_layers(config: DraftConfig) -> bool:
-    """Whether the layers read are those that engines read by default, as far as the config tells."""
+    """Whether the draft reads the default layers of engines; False if the config lists layers without the target's
+    number of layers."""
     layers = config.provenance.target_layers
     return config.aux_layers is None or (layers is not None and config.aux_layers == engine_layers(layers))
 
@@ -146,7 +147,7 @@ SINCE: tuple[tuple[str, Property, tuple[int, ...]], ...] = (
     ("speculators", lambda c: c.qk_norm, (0, 26)),
     ("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
 )
-# what an engine that supports drafts with a property needs of their target; a clause after the engine's title
+# requirements of an engine for the target of a draft with a property: a clause after the engine's title
 REMARKS: tuple[tuple[str, Property, str], ...] = (
     ("safeailab", _eagle3, "has EAGLE-3 for targets of Llama's and Qwen3's architecture only"),
     (
@@ -159,8 +160,8 @@ REMARKS: tuple[tuple[str, Property, str], ...] = (
 
 
 def unsupported(config: DraftConfig, engine: str) -> str | None:
-    """Why an engine cannot serve such a draft as it was trained, and which one can, in one sentence without its full
-    stop; None if it can.
+    """The reasons why an engine cannot serve a draft as trained, and the engines that can, as a sentence without full
+    stop; None if `engine` can serve the draft.
 
     `engine` is one of ENGINES; "speculators" stands for vLLM with a draft in speculators' format.
     """
@@ -168,7 +169,7 @@ def unsupported(config: DraftConfig, engine: str) -> str | None:
     if not reasons:
         return None
     why = f"this draft: {'; '.join(reasons)}"
-    if engine == "speculators":  # a format, whose reasons say what else to write
+    if engine == "speculators":  # a format: the reasons name the format to write instead
         return f"{TITLES[engine]} ({CHECKED[engine]}) cannot hold {why}"
     others = [TITLES[e] for e in SERVERS if not _reasons(config, e)]
     instead = f"; serve it with {' or '.join(others)}" if others else ""
@@ -176,7 +177,7 @@ def unsupported(config: DraftConfig, engine: str) -> str | None:
 
 
 def remarks(config: DraftConfig, engine: str) -> list[str]:
-    """What an engine that can serve such a draft needs of its target, in sentences without their full stop."""
+    """An engine's requirements for the target of a draft that the engine can serve, as sentences without full stop."""
     return [f"{TITLES[engine]} {text}" for name, applies, text in REMARKS if name == engine and applies(config)]
 
 
@@ -185,16 +186,16 @@ def _reasons(config: DraftConfig, engine: str) -> list[str]:
 
 
 def minimum_version(config: DraftConfig, engine: str) -> str | None:
-    """The lowest version of an engine that supports such a draft, e.g. "0.22", for "speculators" of vLLM; None if no
-    lower limit is known."""
+    """The lowest version of an engine that supports the draft, e.g. "0.22" (for "speculators", a version of vLLM); None
+    if no lower limit is known."""
     versions = [version for name, applies, version in SINCE if name == engine and applies(config)]
     return ".".join(map(str, max(versions))) if versions else None
 
 
 def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple[int, ...] | None:
-    """The ids of hidden states (0: the embedding) that an engine of PLACES reads: those of its own list, else its
-    default ones; ascending, as engines join them. None if it has no list, and the target too few layers for the
-    default. Raises ValueError for a list that is not one of integers."""
+    """The ids of hidden states (0: the embedding) that an engine of PLACES reads, ascending, as engines concatenate
+    states: the engine's list in config.json, else the engine's default layers. None without a list if the target has
+    too few layers for the default. Raises ValueError for anything but a list of integers."""
     listed = value_at(hf, PLACES[engine])
     if listed is None:
         return engine_layers(target_layers)
@@ -204,7 +205,7 @@ def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple
 
 
 def value_at(hf: Mapping[str, Any], place: str) -> Any:
-    """The value at a place in a config.json, whose parts are joined by dots; None without it."""
+    """The value at a place in a config.json, a path of keys joined by dots; None if a key is missing."""
     value: Any = hf
     for key in place.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
