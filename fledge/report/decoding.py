@@ -9,7 +9,7 @@ from fledge.report.draw import INK, MUTED, Figure, Table, bars_from_left, color,
 from fledge.report.read import EvalRecord, mapping, number, numbers_or_none
 from fledge.report.training import stacked_bars
 
-LINES = 10  # records that can be told apart in one figure of lines
+LINES = 10  # most records in a figure of lines
 INTERVALS = "Whiskers are 95 % intervals over the requests"
 ROUND = {"draft_ms": "draft", "verify_ms": "verification", "overhead_ms": "the rest"}
 
@@ -34,7 +34,7 @@ def decoding_figures(records: Sequence[EvalRecord]) -> list[Figure]:
 
 
 def alpha(records: Sequence[EvalRecord]) -> Figure:
-    """α by position, with intervals where requests are recorded."""
+    """α by position, with intervals for records with requests."""
     found = [(r, numbers_or_none(r.fields.get("alpha"))) for r in records]
     found = [(r, y) for r, y in found if y]
     title = "Acceptance by position when decoding"
@@ -71,7 +71,7 @@ def alpha(records: Sequence[EvalRecord]) -> Figure:
 
 
 def _intervals(record: EvalRecord, count: int) -> Sequence[Any]:
-    """The intervals of `count` positions; None for each if the requests do not tell."""
+    """The intervals of `count` positions; None for each position if the record's requests do not suffice."""
     from fledge.measure.intervals import alpha_intervals
 
     try:
@@ -108,7 +108,8 @@ def rounds(records: Sequence[EvalRecord]) -> Figure:
 
 
 def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[EvalRecord]) -> Figure:
-    """The number `key` of each record as a dot with its interval, those in `caption` at {}. `what` names the number."""
+    """A figure with the number `key` of each record as a dot with an interval. `what` names the number. {} in `caption`
+    is replaced by a sentence about the intervals."""
     found = [(r, r.number(key), r.interval(key)) for r in records]
     found = [(r, y, span) for r, y, span in found if y]
     title = f"{what} of each record" if len(records) > 1 else what
@@ -138,5 +139,5 @@ def _row_label(record: EvalRecord) -> str:
 
 
 def prompt_set(record: EvalRecord) -> str:
-    """The name of a record's prompts; empty if it is not recorded."""
+    """The name of a record's prompts; empty if not recorded."""
     return str(record.fields.get("prompt_set") or "")

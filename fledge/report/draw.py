@@ -1,7 +1,7 @@
 """The figures of the page, and drawing with matplotlib: SVG in colours that the page's style sheet defines.
 
-matplotlib draws in placeholder colours, which are then replaced by CSS variables, so that one drawing serves the light
-and the dark page. Text stays text. The same data give the same bytes.
+matplotlib draws in placeholder colours. CSS variables replace the placeholders, so that a drawing serves the light and
+the dark page. Text stays text. Equal data give equal bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
-SERIES = tuple(f"#0401{i:02x}" for i in range(1, 7))  # lines that are told apart
+SERIES = tuple(f"#0401{i:02x}" for i in range(1, 7))  # distinct lines
 DEPTHS = tuple(f"#0501{i:02x}" for i in range(1, 7))  # positions, from the first to the last: one scale
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 MARKERS = "osD^vPX"
@@ -49,8 +49,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: its id on the page, the finding, how to read it, the drawing and its numbers. `missing` is a sentence
-    on what would be needed, if there is nothing to draw."""
+    """A figure: the id on the page, the finding (`title`), instructions for reading (`caption`), the drawing, and a
+    table of the numbers. `missing` is a sentence about the missing data, if there is nothing to draw."""
 
     id: str
     title: str
@@ -66,13 +66,14 @@ def shown(value: float | None, digits: int = 2) -> str:
 
 
 def spanned(value: float | None, interval: tuple[float, float] | None, digits: int = 2) -> str:
-    """A number with its interval, if that is known."""
+    """A number as text, with the interval if known."""
     between = f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]" if interval and value is not None else ""
     return shown(value, digits) + between
 
 
 def drawing(name: str, plot: Callable[..., None], *, panels: int = 1, height: float = 3.0) -> str:
-    """The SVG of what `plot` draws into the axes of its panels. `name` makes the ids in it unique on the page."""
+    """The SVG of the drawing that `plot` makes in the axes of the panels. `name` makes the SVG's ids unique on the
+    page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Drawing
@@ -93,12 +94,12 @@ def color(i: int) -> str:
 
 
 def style(i: int, label: str) -> dict[str, Any]:
-    """Colour, dashes and label of the i-th line. Neighbours differ in dashes too."""
+    """Colour, dashes and label of the i-th line. Neighbouring lines differ in dashes too."""
     return {"color": color(i), "linestyle": DASHES[(i // len(SERIES) + i) % len(DASHES)], "label": in_legend(label)}
 
 
 def marked(i: int, label: str) -> dict[str, Any]:
-    """The `style` of the i-th line with its marker."""
+    """The `style` of the i-th line, with a marker."""
     return style(i, label) | {"marker": MARKERS[i % len(MARKERS)]}
 
 
@@ -108,7 +109,7 @@ def depth_color(k: int, of: int) -> str:
 
 
 def legend(axes: Axes, entries: int) -> None:
-    """A legend above the axes, where it hides nothing."""
+    """Draws a legend above the axes, where the legend hides nothing."""
     if entries > 1:
         columns = 2 if entries > 3 else entries
         handles, labels = axes.get_legend_handles_labels()
@@ -118,14 +119,15 @@ def legend(axes: Axes, entries: int) -> None:
 
 
 def in_legend(label: str, width: int | None = None) -> str:
-    """A label for a legend, shortened to a width if one is given. matplotlib leaves out labels that begin with `_`."""
+    """A label for a legend, shortened to `width` characters (None: not shortened). A label that begins with `_` gets a
+    zero-width space in front, since matplotlib leaves out labels that begin with `_`."""
     text = label.removeprefix(ZERO_WIDTH)
     text = text if width is None else shortened(text, width)
     return ZERO_WIDTH + text if text.startswith("_") else text
 
 
 def bars_from_left(axes: Axes, labels: Sequence[str]) -> None:
-    """Prepares axes for one horizontal bar or dot a label, the first one on top."""
+    """Prepares axes for one horizontal bar or dot per label, with the first label on top."""
     axes.set_yticks(range(len(labels)), [shortened(label) for label in labels])
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
@@ -133,7 +135,7 @@ def bars_from_left(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def shortened(label: str, width: int = 34) -> str:
-    """A label that fits beside a drawing: its beginning and its end."""
+    """A label that fits beside a drawing: the beginning and the end of a long label."""
     printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in label)
     keep = width // 2
     return printable if len(printable) <= width else f"{printable[: keep - 1]}…{printable[-keep:]}"

@@ -17,14 +17,14 @@ from fledge.report.training import training_figures
 
 NAME = "report.html"
 MARK = '<meta name="generator" content="fledge report">'
-FEW = 10  # requests below which a result is a hint
+FEW = 10  # with fewer requests, a result is only a hint
 SHOWN_SAMPLES = 6
 SCALE = 6  # colours of depths
 
 
 def check_report_path(path: str | Path, flag: str) -> Path:
-    """Checks that a report can be written at `path`. Raises ValueError, naming the option `flag`, if it cannot, or if
-    another file than an earlier report is there."""
+    """Checks that a report can be written at `path`. Raises ValueError, naming the option `flag`, if the path cannot be
+    written, or has a file that is no report of fledge."""
     path = check_output_path(path, flag)
     if path.exists() and path.stat().st_size:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -36,7 +36,7 @@ def check_report_path(path: str | Path, flag: str) -> Path:
 
 
 def write_report(material: Material, out: str | Path) -> None:
-    """Writes the report of what was read. Raises ValueError if another file is at `out`."""
+    """Writes the report of the material. Raises ValueError if the file at `out` is no report of fledge."""
     out = check_report_path(out, "the report")
     page = render(material)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_report(material: Material, out: str | Path) -> None:
 
 
 def render(material: Material) -> str:
-    """The page as HTML."""
+    """The page of a report as HTML."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -52,7 +52,7 @@ def render(material: Material) -> str:
         loader=PackageLoader("fledge.report", "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters["svg"] = Markup  # our own drawings, whose texts matplotlib has escaped
+    environment.filters["svg"] = Markup  # fledge's own drawings; matplotlib has escaped the texts
     own = [r for r in material.records if not r.served]
     return environment.get_template("report.html").render(
         mark=Markup(MARK),
@@ -76,7 +76,7 @@ def render(material: Material) -> str:
 
 
 def title(material: Material) -> str:
-    """What the page is about."""
+    """The title of the page, with the target's name if all runs and records have the same target."""
     targets = {str(x) for run in material.runs if (x := run.summary.get("target") or run.recipe.get("target"))}
     targets |= {str(x) for r in material.records if (x := r.fields.get("target"))}
     names = {Path(t).name for t in targets}
@@ -99,13 +99,13 @@ def headline(r: EvalRecord) -> dict[str, Any]:
 
 
 def identical(r: EvalRecord) -> str:
-    """How many outputs are those without the draft."""
+    """The number of outputs that are identical to decoding without the draft, as text."""
     same, prompts = r.number("identical"), r.number("prompts")
     return "not compared" if same is None or prompts is None else f"{same:.0f} of {prompts:.0f}"
 
 
 def measured(r: EvalRecord) -> str:
-    """How a record was measured, in a line."""
+    """The conditions of a record's measurement, in a line."""
     f, environment = r.fields, mapping(r.fields.get("environment"))
     temperature = number(mapping(f.get("sampling")).get("temperature"))
     kind = "greedy" if temperature == 0 else f"temperature {temperature:g}" if temperature is not None else ""
@@ -121,7 +121,7 @@ def measured(r: EvalRecord) -> str:
 
 
 def warnings(r: EvalRecord) -> list[str]:
-    """What makes the figures of a record doubtful."""
+    """Sentences about doubts in the figures of a record."""
     found = []
     if different := r.number("different"):
         found.append(
@@ -141,7 +141,7 @@ def warnings(r: EvalRecord) -> list[str]:
 
 
 def few_requests(records: Sequence[EvalRecord]) -> list[str]:
-    """A warning that names the records of few requests, if there are any."""
+    """A warning that names the records with fewer than FEW requests, if any."""
     counts = [(r, len(r.requests) or r.number("prompts")) for r in records]
     few = [f"{r.label} ({n:.0f})" for r, n in counts if n is not None and n < FEW]
     named = ", ".join(few)
@@ -149,7 +149,7 @@ def few_requests(records: Sequence[EvalRecord]) -> list[str]:
 
 
 def pauses(records: Sequence[EvalRecord]) -> list[str]:
-    """A sentence on each record in which speculation paused and whose reason is known."""
+    """A sentence on each record in which speculation paused for a known reason."""
     from fledge.measure.metrics import pause_line
 
     shares = [(r, r.number("paused"), str(r.fields.get("pause_reason") or "")) for r in records]
@@ -208,7 +208,7 @@ def served(records: Sequence[EvalRecord]) -> Table | None:
 
 
 def samples(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
-    """Answers in pieces with their proposer: one of each record in turn."""
+    """At most SHOWN_SAMPLES sample answers, in pieces with the proposer of each piece; the records take turns."""
     turns = itertools.zip_longest(*(filter(None, map(_sample, _listed(r.fields.get("samples")))) for r in records))
     labels = [r.label for r in records]
     found = [{"label": label, **s} for turn in turns for label, s in zip(labels, turn, strict=True) if s]
@@ -220,7 +220,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _sample(value: Any) -> dict[str, Any] | None:
-    """The prompt, the pieces and the drafted share of an answer; None if it is not a sample."""
+    """The prompt, the pieces and the drafted share of a sample answer; None if the value is no sample."""
     try:
         pieces = [(escaped(text, keep="\n\t"), int(proposer)) for text, proposer in value["pieces"]]
         drafted = sum(proposer > 0 for _, proposer in pieces) / max(len(pieces), 1)
@@ -230,7 +230,7 @@ def _sample(value: Any) -> dict[str, Any] | None:
 
 
 def vocabulary(run: Run) -> dict[str, Any] | None:
-    """The coverage of a run's draft vocabulary, and the words that it lacks."""
+    """The coverage of a run's draft vocabulary, and the words that the vocabulary lacks; None if not recorded."""
     v = mapping(run.summary.get("vocabulary"))
     coverage = number(v.get("coverage"))
     if coverage is None:
@@ -260,7 +260,7 @@ def origin(x: Run | EvalRecord) -> dict[str, Any]:
 
 
 def recipes(runs: Sequence[Run]) -> Table | None:
-    """The options of the runs side by side, those that differ first."""
+    """The options of the runs side by side, with differing options first."""
     flat = [
         {k: v for k, v in run.recipe.items() if k != "settled"} | mapping(run.recipe.get("settled")) for run in runs
     ]
@@ -283,7 +283,7 @@ def _span(found: tuple[float, float] | None, unit: str = "") -> str:
 
 
 def report_record(record: dict[str, Any], out: str) -> None:
-    """Draws the report of what `fledge eval` returned."""
+    """Draws the report of a new record of `fledge eval`."""
     write_report(material_of(record, Path(out).with_suffix("")), out)
 
 
@@ -293,13 +293,13 @@ def report_run(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def report_file(record: Path, say: Callable[[str], None]) -> None:
-    """Draws the report of a record of `fledge eval --out` beside it: record.html for record.json."""
+    """Draws the report of a record of `fledge eval --out` beside the record: record.html for record.json."""
     _draw_beside(record, record.with_name(f"{record.stem}.html"), say)
 
 
 def _draw_beside(source: Path, out: Path, say: Callable[[str], None]) -> None:
-    """Draws the report of a source. A failure is said and raises nothing: the work is done, and `fledge report` can
-    draw it again."""
+    """Draws the report of a source. A failure gives a message and no exception: the measured work is done, and `fledge
+    report` can draw the report again."""
     try:
         write_report(read([source]), out)
     except Exception as e:

@@ -1,5 +1,5 @@
-"""Reads what `fledge train` and `fledge eval` have written. Fields that a record lacks, or that have another type,
-count as not recorded."""
+"""Reads the files of `fledge train` and `fledge eval`. Missing fields of a record, and fields of a wrong type, count as
+not recorded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from fledge.io.fields import parse_json
 
 MAX_BYTES = 2**28  # a larger JSON file is no record
-REQUIRED = {"tau", "alpha"}  # of every record of an evaluation
-METRICS = {  # of every step of a run
+REQUIRED = {"tau", "alpha"}  # fields of every record of an evaluation
+METRICS = {  # fields of every step of a run
     "step", "loss", "accept", "lr", "grad_norm", "tokens", "supervised", "room", "parts", "seconds", "tokens_per_s",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: the metrics of its steps, its options by name, and its summary (maybe empty)."""
+    """A training run: the metrics of the steps, the options by name (`recipe`), and the summary (maybe empty)."""
 
     name: str
     path: Path
@@ -29,7 +29,7 @@ class Run:
     summary: dict[str, Any]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """The steps that have the number `key`, and these numbers."""
+        """The steps that have the number `key`, and the numbers."""
         found = [(int(s["step"]), number(s.get(key))) for s in self.steps]
         return [step for step, y in found if y is not None], [y for _, y in found if y is not None]
 
@@ -38,7 +38,7 @@ class Run:
         return sum(self.series(key)[1])
 
     def columns(self, key: str) -> tuple[list[int], list[list[float]]]:
-        """The steps that have a list of numbers as `key`, all of the length in the last step, and these lists."""
+        """The steps whose `key` is a list of numbers with the same length as in the last step, and the lists."""
         found = [(int(s["step"]), numbers(s.get(key))) for s in self.steps]
         width = len(found[-1][1]) if found else 0
         kept = [(step, row) for step, row in found if width and len(row) == width]
@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """A record of an evaluation, by fledge's decoder or of a server (`served`), with a label that tells it apart."""
+    """A record of an evaluation, by fledge's decoder or of a server (`served`), with a distinct label."""
 
     label: str
     source: Path
@@ -61,7 +61,7 @@ class EvalRecord:
         return number(self.fields.get(key))
 
     def interval(self, key: str) -> tuple[float, float] | None:
-        """An interval [low, high], e.g. of `tau`; None if it is not recorded."""
+        """An interval [low, high], e.g. of `tau`; None if not recorded."""
         found = numbers(self.fields.get(f"{key}_interval"))
         return (found[0], found[1]) if len(found) == 2 else None
 
@@ -73,7 +73,7 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class Material:
-    """All that a report is made of. `notes` say what was left out on reading."""
+    """The content of a report. `notes` are sentences about parts that were left out on reading."""
 
     runs: list[Run]
     records: list[EvalRecord]
@@ -82,7 +82,7 @@ class Material:
 
 def read(paths: Sequence[str | Path]) -> Material:
     """Reads directories of runs and JSON files of evaluations. Raises ValueError or OSError, with the path, for
-    anything else, and if there is nothing to report yet."""
+    anything else, and for runs without a step and no records."""
     runs, records, notes = [], [], []
     for path in dict.fromkeys(map(Path, paths)):
         if not path.exists():
@@ -103,12 +103,12 @@ def read(paths: Sequence[str | Path]) -> Material:
 
 
 def material_of(record: dict[str, Any], source: str | Path) -> Material:
-    """A record, or an object of records by label, that `fledge eval` has just made. `source` names it."""
+    """A new record of `fledge eval`, or an object of records by label, as material. `source` names the record."""
     return Material([], _labelled(records_in(record, Path(source))))
 
 
 def read_run(path: Path, notes: list[str]) -> Run:
-    """The run in a directory; what was left out is added to `notes`. A run that is being written can be read."""
+    """The run in a directory; omissions are added to `notes`. A run that is being written can be read."""
     metrics, recipe = path / "metrics.jsonl", path / "recipe.yaml"
     if not metrics.exists() and not recipe.exists():
         raise ValueError(f"{path} is no run of fledge train: it has neither metrics.jsonl nor recipe.yaml")
@@ -129,7 +129,7 @@ def read_run(path: Path, notes: list[str]) -> Run:
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """The records in a JSON file, at any depth of named objects. Raises ValueError if there is none."""
+    """The records in a JSON file, at any depth of named objects. Raises ValueError for a file without records."""
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} is no record of fledge eval: it is larger than {MAX_BYTES >> 20} MiB")
     try:
@@ -143,7 +143,7 @@ def read_records(path: Path) -> list[EvalRecord]:
 
 
 def records_in(value: Any, source: Path, names: tuple[str, ...] = ()) -> list[EvalRecord]:
-    """The records in a parsed file, each with the `names` on the way to it as its label."""
+    """The records in a parsed file. The label of a record is the names on the path to the record."""
     if not isinstance(value, dict) or len(names) > 8:
         return []
     if value.keys() >= REQUIRED and ("speedup" in value or "endpoint" in value):
@@ -158,19 +158,19 @@ def number(value: Any) -> float | None:
 
 
 def numbers(value: Any) -> list[float]:
-    """A list of finite numbers; empty if it is anything else."""
+    """The list if `value` is a list of finite numbers, else an empty list."""
     found = [number(v) for v in value] if isinstance(value, list) else []
     return [] if None in found else found
 
 
 def numbers_or_none(value: Any) -> list[float | None]:
-    """A list of finite numbers, some of which may be null; empty if it is anything else, or has no number."""
+    """The list if `value` is a list of finite numbers and nulls with at least one number, else an empty list."""
     rest = [v for v in value if v is not None] if isinstance(value, list) else []
     return [number(v) for v in value] if numbers(rest) else []
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """An object with its entries, or an empty one."""
+    """The value if `value` is an object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
@@ -195,7 +195,7 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _labelled(records: list[EvalRecord]) -> list[EvalRecord]:
-    """The records with the name of their file before the label, where there are several files."""
+    """The records; for several files, the label starts with the file's name."""
     files = list(dict.fromkeys(r.source for r in records))
     names = dict(zip(files, _distinct([f.with_suffix("") for f in files]), strict=True))
 
@@ -207,7 +207,7 @@ def _labelled(records: list[EvalRecord]) -> list[EvalRecord]:
 
 
 def _distinct(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths, of one or more parts, that tell them apart."""
+    """Distinct names for the paths: the last n parts of each path, with the smallest n that gives distinct names."""
     full = [path.resolve().parts for path in paths]
     for n in range(1, max(map(len, full), default=1) + 1):
         names = ["/".join(parts[-n:]) for parts in full]

@@ -13,7 +13,7 @@ PARTS = {
     "data": "waiting for data", "target": "target", "draft": "draft", "optimizer": "optimizer", "save": "saving",
     "eval": "measuring τ",
 }  # fmt: skip
-POINTS = 600  # of a line on the page; more cannot be told apart
+POINTS = 600  # most points of a line on the page
 
 
 def training_figures(runs: Sequence[Run]) -> list[Figure]:
@@ -44,7 +44,7 @@ def training_figures(runs: Sequence[Run]) -> list[Figure]:
 
 
 def tau(runs: Sequence[Run]) -> Figure:
-    """Simulated τ, and decoded τ where it was measured."""
+    """Simulated τ, and decoded τ if measured."""
     keys = {run.name: "tau" if run.series("tau")[1] else "tau_slots" for run in runs}
 
     def plot(axes) -> None:
@@ -69,7 +69,7 @@ def tau(runs: Sequence[Run]) -> Figure:
 
 
 def acceptance(runs: Sequence[Run]) -> Figure:
-    """Acceptance by position: all positions of one run, or the first position of several."""
+    """Acceptance by position: all positions of a single run, or the first position of several runs."""
     data = {run.name: run.columns("accept") for run in runs}
 
     def plot(axes) -> None:
@@ -122,7 +122,7 @@ def _lines(name: str, title: str, caption: str, runs: Sequence[Run], panels: Seq
                 x, y = run.series(key)
                 if len(runs) == 1 and len(y) > 1 and key != "lr":
                     axes.plot(*thinned(x, y), color=color(0), linewidth=0.6, alpha=0.3)
-                # an average would show a learning rate that was never used
+                # a mean of learning rates would be a value that no step used
                 shape = y if key in ("lr", "peak_gib") else smoothed(y)
                 axes.plot(*thinned(x, shape), **style(i, run.name))
             axes.set_ylabel(label)
@@ -134,12 +134,12 @@ def _lines(name: str, title: str, caption: str, runs: Sequence[Run], panels: Seq
 
 
 def smoothing_window(steps: int) -> int:
-    """The number of steps that a smoothed line is the mean of."""
+    """The number of steps in each mean of a smoothed line."""
     return max(1, steps // 20)
 
 
 def smoothed(y: Sequence[float]) -> list[float]:
-    """The mean of the `smoothing_window` values up to each one; of fewer at the start."""
+    """For each value, the mean of the last `smoothing_window` values up to the value; of fewer values at the start."""
     sums = np.concatenate([[0.0], np.cumsum(y)])
     ends = np.arange(1, len(y) + 1)
     starts = np.maximum(0, ends - smoothing_window(len(y)))
@@ -147,7 +147,8 @@ def smoothed(y: Sequence[float]) -> list[float]:
 
 
 def thinned(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most about `points` of a series: the smallest and the largest of each of points / 2 equal parts."""
+    """At most about `points` points of a series: the smallest and the largest value of each of points / 2 equal
+    parts."""
     if len(x) <= points:
         return list(x), list(y)
     kept: set[int] = {0, len(x) - 1}
@@ -159,7 +160,7 @@ def thinned(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tup
 
 
 def stacked_bars(axes, bars: dict[str, dict[str, float]]) -> None:
-    """Horizontal bars, one a name, stacked from the parts by label."""
+    """Draws a horizontal bar for each name, stacked from the name's parts by label."""
     parts = list(dict.fromkeys(part for found in bars.values() for part in found))
     left = dict.fromkeys(bars, 0.0)
     for i, part in enumerate(parts):
