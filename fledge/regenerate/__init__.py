@@ -1,1 +1,1 @@
-"""Replacing the assistant's answers in data by the target's own: the loop, what answers, the check, the output file."""
+"""Replaces the assistant's answers in data by the target's own: the loop, the answerers, the check, the output file."""

@@ -1,4 +1,4 @@
-"""What answers the questions of `fledge regenerate`: the target in this process, or a server."""
+"""The answerers of `fledge regenerate`: the target in this process, or a server."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from fledge.regenerate.options import RegenerateOptions
 
 NEW_TOKENS = 512  # default of --max-new-tokens
-LONGEST = 2**62  # the context of a server that does not say how long it is
+LONGEST = 2**62  # stands for the unknown context of a server
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What a record's next answer follows: messages, rendered by `template` as `prompt`, or the prompt of a plain text,
-    as token ids, or as text without a template.
+    """The input of a record's next answer: `messages`, rendered by `template` as `prompt`, or the `prompt` of a plain
+    text, as token ids, or as text without a template.
 
-    `index` is the record's place in the data. `number` counts the answers of a conversation from 1; the answer of a
+    `index` is the record's index in the data. `number` counts the answers of a conversation from 1; the answer of a
     plain text has number 0.
     """
 
@@ -50,14 +50,14 @@ class Answerer:
     """Answers questions, used as a context manager.
 
     `who` names the answerer in messages. `identity` is the model, the maximum tokens of an answer, and the seed.
-    `places` is the number of conversations that are answered together. `keeps_rewritten`: whether answers are kept
-    which the template renders as another text; white space then counts. `cure` is what to do if most answers are
-    rewritten. `repeated` counts the reasons of repeated requests.
+    `places` is the number of conversations that are answered together. `keeps_rewritten`: whether answers that the
+    template renders as a different text are kept; differences in white space then count. `cure` is the advice if most
+    answers are rewritten. `repeated` counts the reasons of repeated requests.
 
-    `ask` accepts a question, and raises BadRequest if the question cannot be answered. `answers` yields index and
-    answer, or refusal, of the questions that are answered by now, of `wanted` records alone; with `wait`, at least
-    one. It calls `advance` for each answer, and raises ServerProblem if no more will come. `message` returns an
-    answer as a message of the data, and raises BadRequest if the answer cannot be a message.
+    `ask` accepts a question, and raises BadRequest if the question cannot be answered. `answers` yields the index and
+    the answer, or refusal, of every question of `wanted` records that is answered by now; with `wait`, at least one
+    answer. `answers` calls `advance` for each answer, and raises ServerProblem if no more answers will come. `message`
+    returns an answer as a message of the data, and raises BadRequest if the answer cannot be a message.
     """
 
     who: str
@@ -78,8 +78,8 @@ class Answerer:
 class OwnEngine(Answerer):
     """The target in this process, which decodes the answers of many conversations together.
 
-    The engine gets several batches at once, so that another request takes the place of a finished request. Random draws
-    are keyed by record and answer: a continued job generates the same text as an uninterrupted job.
+    The engine gets several batches at once, so that a new request replaces a finished request. Random draws are keyed
+    by record and answer: a continued job generates the same text as an uninterrupted job.
     """
 
     who, keeps_rewritten = "target", False
@@ -97,7 +97,7 @@ class OwnEngine(Answerer):
 
     @cached_property
     def engine(self) -> Engine:
-        """Loaded when the first question needs it."""
+        """The engine, loaded at the first use."""
         from fledge.decode.engine import load
 
         options = self.options
@@ -153,10 +153,10 @@ class OwnEngine(Answerer):
 
 
 class ServedModel(Answerer):
-    """The model on the server of --endpoint, of which --concurrency requests are in flight.
+    """The model on the server of --endpoint, with --concurrency requests in flight.
 
-    The requests run on an event loop in a thread: the caller's thread asks, and compares answers meanwhile. Without
-    --target nothing is compared. Raises ServerProblem, when entered, if the server cannot be used.
+    The requests run on an event loop in a thread, while the caller's thread asks questions and compares answers.
+    Without --target nothing is compared. Raises ServerProblem, when entered, if the server cannot be used.
     """
 
     who, keeps_rewritten = "server", True
@@ -204,7 +204,7 @@ class ServedModel(Answerer):
 
     def ask(self, question: Question) -> None:
         q, record, seed = question, question.record, None
-        if self.seed is not None and self.options.temperature > 0:  # below 2**63, as servers take it
+        if self.seed is not None and self.options.temperature > 0:  # servers take seeds below 2**63
             digest = hashlib.sha256(f"{self.seed} {q.index} {q.number}".encode()).digest()
             seed = int.from_bytes(digest[:8], "little") >> 1
         request = self.client.ask(

@@ -1,9 +1,9 @@
-"""Whether generated answers are what a draft will be trained on.
+"""Compares generated answers with the tokens on which a draft will be trained.
 
 A draft is trained on the tokens of a rendered conversation, or of a plain text. The target, here or on a server,
-generated the tokens of the answer after those of the prompt. The two differ where the answer's text tokenizes otherwise
-than it was generated, and where the text is not what was generated: the template rewrites it, special tokens were
-stripped, or a parser rewrote it.
+generated the answer's tokens after the prompt's tokens. Trained and generated tokens differ in two cases. The answer's
+text tokenizes to different tokens ("retokenized"). Or the answer's text differs from the generated text ("rewritten"):
+the template rewrites the text, special tokens were stripped, or a parser rewrote the text.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fledge.regenerate.answerers import Question
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
 
-# what a comparison finds, by the answer's tokens or, where the server does not return them, by their number
+# results of a comparison, by the answer's tokens, or by the number of tokens if the server returns no tokens
 SAME, RETOKENIZED, REWRITTEN = "same", "retokenized", "rewritten"
 AS_MANY, NOT_AS_MANY, UNKNOWN = "as many", "not as many", "unknown"
-ENOUGH = 16  # answers after which the share of the rewritten ones may end the job
-SHOWN = 4  # tokens of a difference that a message shows
+ENOUGH = 16  # compared answers after which too many rewritten answers end the job
+SHOWN = 4  # a message about a difference shows so many tokens
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer, and what training will read of it: `text` is the prompt with the answer, as training tokenizes it, and
-    `refusal` the reason for which there is none."""
+    """An answer as training will read the answer: `text` is the prompt with the answer, to be tokenized as in training;
+    empty if the template refuses the answer, for the reason `refusal`."""
 
     question: Question
     answer: Answer
@@ -45,21 +45,21 @@ class Turn:
 
 
 def chat_turn(question: Question, messages: list[dict[str, Any]], answer: Answer) -> Turn:
-    """The last of these messages, which answers the question, as the answer to compare."""
+    """The turn to compare: the last message of `messages`, which answers the question."""
     record = question.record
     try:
         text = question.template.turn(Record(record.where, messages=messages, tools=record.tools), question.prompt)
     except EndlessTemplate:
         raise
-    except ValueError as e:  # training would refuse it, too
+    except ValueError as e:  # training would refuse the messages, too
         return Turn(question, answer, "", refusal=str(e).removeprefix(f"{record.where}, "))
     return Turn(question, answer, text)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the server's prompt differs from the template's (empty if it does not), what was found of the answer (SAME
-    to UNKNOWN), and the place where it differs, in words."""
+    """The result of comparing a turn. `prompt`: the difference between the server's prompt and the template's (empty
+    without a difference). `answer`: SAME to UNKNOWN. `place`: the answer's first difference or refusal, in words."""
 
     prompt: str
     answer: str
@@ -68,9 +68,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Trained:
-    """The tokens that training makes of prompt and answer, without the stop token. Those of the answer begin at
-    `start`. `complete` says whether they end where the answer does: a template without stop tokens may write something
-    after it."""
+    """The tokens that training makes of prompt and answer, without the stop token. The answer's tokens begin at
+    `start`. `complete` tells whether `ids` end with the answer: a template without stop tokens may write text after the
+    answer."""
 
     ids: list[int]
     start: int
@@ -78,10 +78,10 @@ class _Trained:
 
 
 def compare(turn: Turn, *, spaces: bool = True) -> Comparison:
-    """Compares the generated tokens with those that training makes of the answer, up to the stop token.
+    """Compares the generated tokens with the tokens that training makes of the answer, up to the stop token.
 
-    Stop tokens are not compared: a cut answer has none, and a target may end its answers with another one than its
-    template does. `spaces`: whether an answer that differs in white space alone, which templates trim, is REWRITTEN.
+    Stop tokens are not compared: a cut answer has no stop token, and the target's stop token may differ from the
+    template's. `spaces`: whether an answer that differs only in white space, which templates trim, is REWRITTEN.
     """
     template = turn.question.template
     try:
@@ -103,7 +103,7 @@ def compare(turn: Turn, *, spaces: bool = True) -> Comparison:
 
 
 def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
-    """What training makes of a turn. Raises ValueError if it refuses it."""
+    """The tokens that training makes of a turn. Raises ValueError if training refuses the turn."""
     if turn.refusal:
         raise ValueError(turn.refusal)
     prompt = turn.question.prompt
@@ -118,8 +118,8 @@ def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
 
 
 def _prompt_ids(template: ChatTemplate, turn: Turn, trained: _Trained | None) -> list[int]:
-    """The prompt's tokens by the target's template. Tokenizing the prompt takes as long as all the rest, and is not
-    needed where the server's tokens are those that training has before the answer."""
+    """The prompt's tokens by the target's template. Tokenizing the prompt takes half of the comparison's time, and is
+    skipped if the server's prompt tokens equal the tokens that training has before the answer."""
     prompt = turn.question.prompt
     if not isinstance(prompt, str):
         return prompt
@@ -132,12 +132,12 @@ def _prompt_ids(template: ChatTemplate, turn: Turn, trained: _Trained | None) ->
 def _compare_tokens(
     template: ChatTemplate, answer: Answer, trained: _Trained, prompt: list[int], generated: list[int], spaces: bool
 ) -> tuple[str, str]:  # fmt: skip
-    """What is found of an answer by its tokens, and the place of a difference."""
+    """The result of comparing an answer by tokens (SAME, RETOKENIZED or REWRITTEN), and the first difference."""
     tokens, ids = prompt + generated, trained.ids
     if tokens == (ids if trained.complete else ids[: len(tokens)]):
         return SAME, ""
     text, read = _text(template, tokens), _text(template, ids)
-    if answer.finish == "length":  # a cut answer may end within a character, which has no text
+    if answer.finish == "length":  # a cut answer may end within a character
         text, read = text.rstrip("\ufffd"), read.rstrip("\ufffd")
     if not spaces:
         text, read = without_spaces(text), without_spaces(read)
@@ -146,7 +146,8 @@ def _compare_tokens(
 
 
 def _compare_number(answer: Answer, trained: _Trained, prompt: int) -> tuple[str, str]:
-    """What is found of an answer by the number of its tokens, after a prompt of `prompt` tokens, and a difference."""
+    """The result of comparing an answer by the number of tokens (AS_MANY, NOT_AS_MANY or UNKNOWN), and the difference.
+    `prompt` is the number of prompt tokens."""
     if answer.tokens is None or not trained.complete:
         return UNKNOWN, ""
     number = len(trained.ids) - prompt
@@ -156,7 +157,7 @@ def _compare_number(answer: Answer, trained: _Trained, prompt: int) -> tuple[str
 
 
 def _place(template: ChatTemplate, generated: list[int], trained: list[int], prompt: int) -> str:
-    """The first difference of two sequences, of which the first `prompt` tokens are those of the prompt."""
+    """The first difference of two token sequences, as text. Both sequences start with `prompt` prompt tokens."""
     pairs = enumerate(zip(generated, trained, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(generated), len(trained)))
     token = f"token {at - prompt + 1:,}" if at >= prompt else "the end of the prompt"
@@ -172,7 +173,7 @@ def _text(template: ChatTemplate, ids: list[int]) -> str:
 
 
 class AnswerCheck:
-    """Counts what comparisons found, and remembers the first of each kind."""
+    """Counts the results of comparisons, and remembers the first turn of each result."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -189,11 +190,12 @@ class AnswerCheck:
 
     @property
     def mostly_rewritten(self) -> bool:
-        """Whether more than half of the compared answers have another text than the server generated."""
+        """Whether more than half of the compared answers are REWRITTEN."""
         return 2 * self.counts[REWRITTEN] > self.compared
 
     def report(self, which: str, spaces: bool = True) -> Iterator[str]:
-        """What to say at the end. `which` follows "answers" and says which were compared; `spaces` as in `compare`."""
+        """The final messages about all comparisons. `which` follows "answers" in the messages and names the compared
+        answers; `spaces` as in `compare`."""
         n, number = self.counts, self.counts[AS_MANY] + self.counts[NOT_AS_MANY]
         if self.compared:
             yield (

@@ -1,5 +1,5 @@
-"""The loop over the conversations of the data: each answer is part of the prompt of the next one. The output file has
-one JSON line for each record, written as the answers come."""
+"""The loop over the conversations of the data: each answer is part of the next answer's prompt. The output file has one
+JSON line for each record, written when the record's answers are complete."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def regenerate(
     progress: Any,
 ) -> None:  # fmt: skip
     """Answers the records that have no line in the output file yet, and puts the lines into the order of the data. The
-    caller holds the lock of the file. `refused` are the reasons for which records of the data were skipped.
+    caller holds the lock of the output file. `refused` are the reasons of skipped records of the data.
 
-    Raises ValueError for a refused record (unless --skip-bad), after the records before it are written; for prompts and
+    Raises ValueError for a refused record (unless --skip-bad), after writing the earlier records; for prompts and
     answers that the target's template renders otherwise; and if the server does not answer.
     """
     try:
@@ -63,8 +63,8 @@ def regenerate(
 
 
 def _headers(records: Sequence[Record], options: RegenerateOptions, identity: list[Any]) -> list[dict[str, str]]:
-    """The first fields of the rows: the location of the record, and a hash of everything that determines its answers.
-    Records of the same content and location (`@2`) are told apart by their number."""
+    """The first fields of the rows: the location of the record, and a hash of everything that determines the record's
+    answers. Hashes of records with the same content and location (`@2`) include a running number."""
     asked = [*identity, options.prompt_tokens, options.temperature, options.top_p, options.top_k]
     asked.append(options.template_kwargs)
     seen: Counter[str] = Counter()
@@ -78,11 +78,11 @@ def _headers(records: Sequence[Record], options: RegenerateOptions, identity: li
 
 
 class _Loop:
-    """One run: the records that are being answered, and counts of what happened.
+    """One run: the records that are being answered, and counts of events.
 
-    After an answer, the next question of its record is asked at once, so that the answerer always has work. The answer
-    is compared with the target's template while no further answer has arrived. `due` lists the comparisons (turns) and,
-    after a record's last turn, its row to write.
+    After an answer, the record's next question is asked at once, so that the answerer always has work. The answer is
+    compared with the target's template while no further answer has arrived. `due` lists the turns to compare and, after
+    a record's last turn, the record's row to write.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class _Loop:
                     self._continue(index, answer)
                 if self.due:
                     self._settle(*self.due.popleft())
-        except (ServerProblem, KeyboardInterrupt):  # what was answered is written
+        except (ServerProblem, KeyboardInterrupt):  # all finished answers are compared and written
             while self.due:
                 self._settle(*self.due.popleft())
             raise
@@ -130,7 +130,7 @@ class _Loop:
             self._explain_answers()
 
     def _fill(self) -> bool:
-        """Begins as many records as the answerer has places for. Returns whether any is open."""
+        """Opens records until `answerer.places` records are open. Returns whether any record is open."""
         while len(self.open) < self.answerer.places and not self.refusal:
             if (index := next(self.todo, None)) is None:
                 break
@@ -139,7 +139,7 @@ class _Loop:
         return bool(self.open)
 
     def _continue(self, index: int, answer: Answer | BadRequest | None) -> None:
-        """Gives a record its answer, and asks its next question."""
+        """Hands an answer to the record `index`, and asks the record's next question."""
         try:
             conversation = self.open[index]
             if isinstance(answer, BadRequest):
@@ -155,7 +155,7 @@ class _Loop:
             self._refuse(index, e)
 
     def _converse(self, index: int, record: Record) -> Generator[Question, Answer, dict[str, Any]]:
-        """Yields the questions of a record, each after the answer to the one before, and returns its row."""
+        """Yields the questions of a record, each after the previous answer, and returns the record's row."""
         template = self.answerer.template and self.answerer.template.of(record.template_kwargs)
         if record.text is not None:
             prompt, start = self._text_prompt(template, record.text, record.prompt_length)
@@ -185,8 +185,8 @@ class _Loop:
         return answered_conversation(record, messages)
 
     def _text_prompt(self, template: ChatTemplate | None, text: str, length: int) -> tuple[str | list[int], str]:
-        """The prompt of a plain text, as token ids (as text without a template) and as text: its first `length`
-        characters, or --prompt-tokens tokens."""
+        """The prompt of a plain text, as token ids (as text without a template) and as text: the first `length`
+        characters of the text, or --prompt-tokens tokens if `length` is 0."""
         if not length:
             return text_prompt(template, text, self.options.prompt_tokens)
         return text[:length] if template is None else template.prompt_ids(text[:length]), text[:length]
@@ -196,7 +196,7 @@ class _Loop:
         self.dropped.add(index)
 
     def _refuse(self, index: int, error: ValueError) -> None:
-        """Skips a record that cannot be answered. Without --skip-bad, ends the records behind it."""
+        """Skips a record that cannot be answered. Without --skip-bad, also drops all later records."""
         where = self.records[index].where
         reason = f"{where}: {str(error).removeprefix(f'{where}: ')}"
         self._drop(index)
@@ -208,8 +208,8 @@ class _Loop:
             self._drop(later)
 
     def _settle(self, index: int, item: Turn | dict[str, Any]) -> None:
-        """Compares an answer, or writes a row. Rows are held back while most of the answers are not what was generated:
-        if the job ends because of that, the same command can be given again with another server."""
+        """Compares an answer, or writes a row. Rows are held back while most compared answers are rewritten: if
+        rewritten answers end the job, the same command can be run again with a different server."""
         if index in self.dropped:
             return
         if isinstance(item, Turn):
@@ -221,8 +221,8 @@ class _Loop:
             self.held = {}
 
     def _compare(self, index: int, turn: Turn) -> None:
-        """Compares an answer with the target's template. Raises ValueError for a prompt that is other tokens on the
-        server, and if most answers have another text than was generated."""
+        """Compares an answer with the target's template. Raises ValueError for a prompt that the server tokenized
+        differently, and if most answers are rewritten."""
         found = compare(turn, spaces=self.answerer.keeps_rewritten)
         if found.prompt:
             self._explain_prompt(turn.question.record, found.prompt)
@@ -239,8 +239,8 @@ class _Loop:
             self._drop(index)
 
     def _explain_prompt(self, record: Record, difference: str) -> None:
-        """Raises ValueError for a prompt that is other tokens on the server; with tools, only says so once, since
-        servers rewrite their JSON."""
+        """Raises ValueError for a prompt that the server tokenized differently. For records with tools, gives a message
+        once instead, since servers rewrite the JSON of tools."""
         found = f"{record.where}: the prompt is not that of {self.options.target} ({difference})"
         if not record.tools:
             raise ValueError(
@@ -252,7 +252,7 @@ class _Loop:
             self.say(f"{found}: the server renders tools in another way")
 
     def _explain_answers(self) -> None:
-        """Raises ValueError for answers whose text is not what was generated."""
+        """Raises ValueError for too many rewritten answers."""
         check, answerer, kept = self.check, self.answerer, len(self.file.done)
         written = f" (remove its {kept:,} records first, if they are of this server)"
         raise ValueError(
@@ -262,7 +262,8 @@ class _Loop:
         )
 
     def report(self, which: str) -> None:
-        """Says what was compared, cut and skipped. `which` follows "answers" and says which were compared."""
+        """Gives messages about compared, cut and skipped answers. `which` follows "answers" in the messages and names
+        the compared answers."""
         for line in self.check.report(which, self.answerer.keeps_rewritten):
             self.say(line)
         sentences = {
@@ -286,10 +287,10 @@ class _Loop:
 class AnswersFile:
     """A file with a row for each record, used as a context manager.
 
-    `headers` are the first fields of the rows, in the order of the data and all different: `source`, the location
-    of the record, and `asked`, a hash of everything that determines its answers. Rows are appended in any order;
-    `done` holds the indices of those that are complete, also of those that an interrupted job wrote. Raises
-    ValueError, and leaves the file unchanged, if it has a row that none of the headers belongs to.
+    `headers` are the first fields of the rows, in the order of the data and all different: `source`, the location of
+    the record, and `asked`, a hash of everything that determines the record's answers. Rows are appended in any order.
+    `done` holds the indices of complete rows, including rows of interrupted jobs. Raises ValueError, and leaves the
+    file unchanged, if the file has a row without a matching header.
     """
 
     def __init__(self, path: Path, headers: Sequence[dict[str, str]]):
@@ -298,11 +299,11 @@ class AnswersFile:
             f"{path} already exists and was not made from this --data with these options; choose another --out"
         )
         self.done: set[int] = set()
-        self._places: dict[int, tuple[int, int]] = {}  # start and length of each row in the file
+        self._places: dict[int, tuple[int, int]] = {}  # start and length of each row in the file, in bytes
         self._read()
 
     def _read(self) -> None:
-        """Finds the complete rows, and removes an incomplete last line if it is the beginning of a row."""
+        """Finds the complete rows, and removes an incomplete last line that is the beginning of a row."""
         if not self.path.exists():
             return
         indices = {(header["source"], header["asked"]): index for index, header in enumerate(self.headers)}
@@ -328,7 +329,8 @@ class AnswersFile:
             os.truncate(self.path, end)
 
     def _begins_row(self, line: bytes) -> bool:
-        """Whether an incomplete line begins with a whole header, or follows complete rows and may be a part of one."""
+        """Whether an incomplete line is the beginning of a row: the line begins with a whole header, or, after complete
+        rows, with a part of a header."""
         starts = (json.dumps(header, ensure_ascii=False)[:-1].encode() for header in self.headers)
         return any(line.startswith(start) or (self.done and start.startswith(line)) for start in starts)
 
@@ -340,14 +342,14 @@ class AnswersFile:
         self._file.close()
 
     def append(self, rows: dict[int, dict[str, Any]]) -> None:
-        """Writes rows, given without their headers by their index. Raises ValueError if they cannot be written."""
+        """Writes rows, given by index and without headers. Raises ValueError if the file cannot be written."""
         start, data = self._file.seek(0, os.SEEK_END), b""
         for index, row in rows.items():
             line = (json.dumps(self.headers[index] | row, ensure_ascii=False) + "\n").encode()
             self._places[index] = start + len(data), len(line)
             data += line
         try:
-            while data:  # a buffer that cannot be written would fail again when the file is closed
+            while data:  # unbuffered: an unwritten buffer would fail again when the file is closed
                 data = data[self._file.write(data) :]
         except OSError as e:
             cure = "free some disk space and run the same command again to continue"
@@ -355,8 +357,8 @@ class AnswersFile:
         self.done |= rows.keys()
 
     def sort(self) -> None:
-        """Puts the rows into the order of the data, if they are not: writes them to another file, which then replaces
-        this one. A job that is killed meanwhile leaves a complete file in the old order."""
+        """Sorts the rows into the order of the data, if necessary: writes a sorted file, which then replaces the file
+        atomically. A job that is killed meanwhile leaves a complete file in the old order."""
         if list(self._places) == sorted(self._places):
             return
         with self.path.open("rb") as old:
