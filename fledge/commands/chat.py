@@ -41,7 +41,7 @@ class ChatOptions(DecodeOptions):
 
 
 def run(options: ChatOptions, progress: Any) -> None:
-    """Loads the models and holds the conversation, until it is left or standard input ends."""
+    """Loads the models and holds the conversation, until the user leaves or standard input ends."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         progress.say("loading ..")
@@ -90,7 +90,7 @@ def converse(session: Session, screen: Pipes | Terminal) -> None:
 
 
 def execute(session: Session, line: str) -> str:
-    """Executes a command, a line that begins with a slash, and returns the message to show. Raises ValueError for an
+    """Executes a command (a line that begins with a slash), and returns the message to show. Raises ValueError for an
     unknown command, and for /draft without a draft."""
     match line.split():
         case ["/draft", "on" | "off" as state]:

@@ -1,4 +1,4 @@
-"""`fledge check`: whether a draft and its target still are what they were when the draft was trained."""
+"""`fledge check`: checks whether a draft and its target have changed since training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fledge.options import Options, dtype_option, opt, trust_remote_code_option
 if TYPE_CHECKING:
     from fledge.check.draft_files import Report
 
-TOO_LARGE = 3  # exit code where the target does not fit in memory
+TOO_LARGE = 3  # exit code if the target does not fit in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class CheckOptions(Options):
 
 
 def run(options: CheckOptions, progress: ProgressDisplay, printer: ResultPrinter) -> int:
-    """Runs all checks that can be made and prints their results. Returns the command's exit code. Raises ValueError if
-    there is no such draft or target."""
+    """Runs all possible checks and prints the results. Returns the command's exit code. Raises ValueError if the draft
+    or the target does not exist."""
     from fledge.check.pair import TargetTooLarge, check_pair
 
     try:
@@ -60,7 +60,7 @@ def run(options: CheckOptions, progress: ProgressDisplay, printer: ResultPrinter
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report as JSON-ready data; JSON has no infinity: None in its place."""
+    """The report as JSON-ready data, with None in place of infinity, which JSON lacks."""
     return {
         "sound": not report.findings,
         "replayed": "logits_error" in report.measured,

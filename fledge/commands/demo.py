@@ -1,4 +1,4 @@
-"""`fledge demo`: trains a draft for the assistant that ships with fledge, and measures how much faster it answers.
+"""`fledge demo`: trains a draft for the assistant that ships with fledge, and measures the assistant's speedup.
 
 Every step is a `fledge` command, which is printed before it runs. OUT/result.json has the results.
 """
@@ -32,7 +32,7 @@ TRAIN: dict[str, Any] = {
     "depth": 4, "cod_rate": 0.7, "draft_vocab": 2048, "fc_norm": True, "norm_output": True, "row_length": 512,
     "lr": 3e-3, "gamma": 0.6, "weight_decay": 0.5, "eval_tokens": 32,
 }  # fmt: skip
-DEPTH = 4  # of the chains of every draft that is measured
+DEPTH = 4  # length of the drafted chains in all measurements
 NEW_TOKENS = 128
 TEMPERATURES = {"greedy": 0, "sampled": 1}
 
@@ -55,8 +55,8 @@ class DemoOptions(Options):
 def run(options: DemoOptions, printer: ResultPrinter, progress: ProgressDisplay) -> None:
     """Runs the demo. `printer` prints the results.
 
-    Raises ValueError if files in OUT are not those of an earlier demo, or if an output differs with a draft, and
-    KeyboardInterrupt if the training was interrupted; the demo then continues it when it runs again.
+    Raises ValueError if OUT has files that no earlier demo wrote, or if an output differs with a draft, and
+    KeyboardInterrupt if the training was interrupted; the next run of the demo continues an interrupted training.
     """
     start = time.monotonic()
     demo = Demo(Path(options.out), printer, progress)
@@ -106,7 +106,7 @@ class Demo:
         self._say("conversations to train another draft on, and held-out prompts to measure both drafts on.")
 
     def _check_own(self, bundled: Path) -> None:
-        """Raises ValueError if the demo would replace files that it did not write."""
+        """Raises ValueError if the demo would replace files that no earlier demo wrote."""
         known = [*(f"{name}/model.safetensors" for name in MODELS), *TEXTS]
         present = [name for name in known if (self.out / name.partition("/")[0]).exists()]
         foreign = [
@@ -128,7 +128,7 @@ class Demo:
         generate.run(generate.GenerateOptions(**given, given=frozenset(given)), self.progress)
 
     def write_features(self) -> Path:
-        """Writes the assistant's hidden states of the conversations. Returns their directory.
+        """Writes the assistant's hidden states of the conversations. Returns the directory of the hidden states.
 
         Computing the hidden states anew in every pass would be most of the time of a training.
         """
@@ -140,7 +140,7 @@ class Demo:
         return out
 
     def train(self, states: Path, steps: int) -> Path:
-        """Trains a draft, or continues a training that was interrupted. Returns the draft's directory."""
+        """Trains a draft, or continues an interrupted training. Returns the draft's directory."""
         runs = [self.out / "run", *sorted(self.out.glob("run-*"), key=lambda path: (len(path.name), path.name))]
         directory = next((path for path in runs if _interrupted(path, steps)), None)
         if directory:
@@ -168,7 +168,7 @@ class Demo:
         return {name: record if len(drafts) == 1 else record[str(draft)] for name, draft in drafts.items()}
 
     def report(self, runs: list[Path]) -> None:
-        """Draws these training runs and the measurements on one page."""
+        """Draws the training runs and the measurements on one page."""
         records = [self.out / f"eval-{temperature}.json" for temperature in TEMPERATURES.values()]
         given: dict[str, Any] = {"sources": [*map(str, [*runs, *records])], "out": str(self.out / "report.html")}
         self._say("")
@@ -182,7 +182,7 @@ class Demo:
 
 
 def command_line(command: str, given: dict[str, Any]) -> str:
-    """The `fledge` command, for a shell, that has these options (by name)."""
+    """The `fledge` command with the given options (by name), as text for a shell."""
     words = ["fledge", command]
     for name, value in given.items():
         for one in value if isinstance(value, list) else [value]:
@@ -211,7 +211,7 @@ def _with_interval(value: float, interval: list[float] | None) -> str:
 
 
 def repeats(records: dict[str, Any]) -> str:
-    """A sentence about how much the answers repeat themselves, which makes drafting easy."""
+    """A sentence about the share of repeated 8-grams in the answers, since repetition makes drafting easy."""
     shares = [r["repeated_8grams"] for r in records.values()]
     return f"{min(shares):.0%} to {max(shares):.0%} of the 8-grams of the answers repeat earlier 8-grams."
 
@@ -225,6 +225,6 @@ def next_commands(out: Path) -> list[str]:
 
 
 def _interrupted(run: Path, steps: int) -> bool:
-    """Whether the directory holds a run of this many steps that has not ended: its draft is written at the end."""
+    """Whether the directory holds an unfinished run of `steps` steps: a run without a draft, which is written last."""
     recipe = run / "recipe.yaml"
     return recipe.is_file() and not (run / "draft").is_dir() and f"\nsteps: {steps}\n" in recipe.read_text()

@@ -1,4 +1,4 @@
-"""`fledge eval`: acceptance and speedup of drafts, and whether the output is identical to decoding without a draft."""
+"""`fledge eval`: measures acceptance and speedup of drafts, and compares the output with decoding without a draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fledge.measure.options import EvalOptions
 
 
 def command(options: EvalOptions, progress: Any, printer: ResultPrinter) -> None:
-    """Prints what `run` measures, as a table or as JSON, and draws its report. Raises ValueError as
+    """Prints the records of `run`, as a table or as JSON, and draws the report. Raises ValueError as
     `refuse_changed_output` does."""
     from fledge.measure import table
     from fledge.measure.record import record_text
@@ -38,7 +38,7 @@ def command(options: EvalOptions, progress: Any, printer: ResultPrinter) -> None
 def run(
     options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None] = lambda record: None
 ) -> dict[str, Any]:
-    """Measures drafts, or a running server, as `compare_drafts` and `measure_server` say."""
+    """Measures drafts (`compare_drafts`), or a running server (`measure_server`)."""
     from fledge.data.sources import shadowed_presets
     from fledge.measure.prompts import prompt_set_name
 
@@ -64,6 +64,6 @@ def run(
 
 
 def refuse_changed_output(record: dict[str, Any]) -> None:
-    """Raises ValueError if an output of the record, or of one of several records by label, differs with a draft."""
+    """Raises ValueError if an output of the record, or of any record in {label: record}, differs with a draft."""
     if any(r.get("different") for r in ([record] if "tau" in record else record.values())):
         raise ValueError("decoding with the draft changed the output by more than rounding noise; please report this")

@@ -1,4 +1,4 @@
-"""`fledge export`: writes a draft's files as another engine loads them."""
+"""`fledge export`: writes a draft's files in the format of another engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class ExportOptions(Options):
 
 
 def run(options: ExportOptions, say: Callable[[str], None]) -> None:
-    """Writes the files, or says what they would be. Raises ValueError if the engine cannot serve the draft."""
+    """Writes the files, or without --out only describes the differences. Raises ValueError if the engine cannot serve
+    the draft."""
     from fledge.check.draft_files import DraftOnDisk, norm_output_note, vocabulary_findings
     from fledge.check.draft_files import read_files as read_draft_and_probe
     from fledge.check.probe import probe_content
@@ -49,7 +50,7 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
         raise ValueError(f"{options.draft}: {found[0].cause}; {found[0].cure}")
     if options.target and options.to != "speculators":
         draft = _without_copied_embeddings(draft, options.target)
-    if reason := unsupported(draft.config, options.to):  # before the hub is asked for the target's class
+    if reason := unsupported(draft.config, options.to):  # before asking the hub for the target's class
         raise ValueError(reason)
     name = options.target or draft.config.provenance.target
     names_target = options.to == "speculators" and bool(name)
@@ -81,7 +82,7 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     if out is not None:
         with replace_directory(out) as new:
             write_files(exported.encode() if exported.differences else read_files(options.draft), new)
-            if not (options.target and options.to != "speculators"):  # whose embeddings are still those of training
+            if not (options.target and options.to != "speculators"):  # the embeddings did not change since training
                 write_files(probe_content(options.draft), new)
             if (card := draft_directory(options.draft) / CARD).is_file():
                 write_files({CARD: card.read_bytes()}, new)
@@ -91,8 +92,8 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
 
 
 def _without_copied_embeddings(draft: DraftFiles, target: str) -> DraftFiles:
-    """The draft without embeddings of its own, if they are the target's. Raises ValueError if the draft has none of
-    the target's width, or if they differ."""
+    """The draft without its embeddings, which must be a copy of the target's. Raises ValueError if the draft has no
+    embeddings of the target's width, or if the embeddings differ from the target's."""
     import torch
 
     from fledge.targets.loading import load_head

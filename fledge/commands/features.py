@@ -59,8 +59,9 @@ class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
 
 
 def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
-    """Writes the features, or those that are missing; with `verify`, reads them. Raises ValueError before anything is
-    written if they do not fit in the disk budget, or if the directory holds other features; and for damaged ones."""
+    """Writes all missing features; with `verify`, reads all features instead. Raises ValueError before writing if the
+    features do not fit in the disk budget, or if the directory holds features of different data or options; and for
+    damaged features."""
     from fledge.states.directory import verify_features, write_features
     from fledge.states.layout import PRECISIONS
     from fledge.states.writer import parse_bytes
@@ -123,7 +124,7 @@ def _prepare(
 def _manifest(
     options: FeaturesOptions, source: LiveFeatures | VllmFeatures, data: DataRecipe, documents: list[Document]
 ) -> Manifest:  # fmt: skip
-    """The manifest of the features that the options ask for."""
+    """The manifest of the features with the given options."""
     from fledge import __version__
     from fledge.data.documents import fingerprint
     from fledge.drafts.weights import template_sha256, tokenizer_sha256

@@ -39,8 +39,9 @@ class PushOptions(Options):
 
 
 def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Uploads the draft in one commit, and prints its address. Raises ValueError for a damaged draft, for a repository
-    that holds something else, and without a login or a permission, and ConnectionError if the hub is not reached."""
+    """Uploads the draft in one commit, and prints the address of the upload. Raises ValueError for a damaged draft, for
+    a repository with a model that is no draft, and without a login or a permission, and ConnectionError if the hub is
+    not reached."""
     from huggingface_hub.utils import disable_progress_bars
 
     from fledge.check.probe import FOLDER, RECORD
@@ -70,7 +71,7 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
         for line in (f"{CARD}: {size_text(len(card.encode()))}", "", *card.splitlines()):
             show(line)
         return
-    if not sys.stderr.isatty():  # the hub library would write its bars to a file
+    if not sys.stderr.isatty():  # the hub library would write progress bars to a file
         disable_progress_bars()
     files = {name: directory / name for name in names}
     with explained(options.repository):

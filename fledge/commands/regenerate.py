@@ -17,7 +17,7 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
     """Writes one line per record, in the order of the data. After an interruption, the same command continues with the
     records that have no complete line.
 
-    Lines are written as the answers come, and put into the order of the data when all are there.
+    A line is written when the record's answers are complete. At the end, the lines are put into the order of the data.
     """
     from fledge.data.answering import stops_at_tool
     from fledge.data.read import read_records, with_columns

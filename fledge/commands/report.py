@@ -21,7 +21,8 @@ class ReportOptions(Options):
 
 
 def run(options: ReportOptions, say: Callable[[str], None]) -> None:
-    """Writes the report. Raises ValueError or OSError, with the file, for sources that are no runs and no records."""
+    """Writes the report. Raises ValueError or OSError, with the file, for a source that is neither a run nor a
+    record."""
     from fledge.report.page import check_report_path, write_report
     from fledge.report.read import read
 

@@ -42,10 +42,11 @@ class ServeOptions(Options):
 
 
 def run(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Prints the command that starts the engine; or checks the draft, and replaces this process by the engine.
+    """With --dry-run, prints the command that starts the engine; otherwise checks the draft, and replaces this process
+    by the engine.
 
-    Raises ValueError for drafts that the engine cannot serve, that do not fit the target or that `fledge check` finds
-    damaged, and if the engine is not installed.
+    Raises ValueError for a draft that the engine cannot serve, that does not fit the target, or that fails `fledge
+    check`, and if the engine is not installed.
     """
     from fledge.engines.command import available
 
@@ -68,8 +69,8 @@ def run(options: ServeOptions, say: Callable[[str], None]) -> None:
 
 
 def check_config(options: ServeOptions) -> None:
-    """Raises ValueError if the target is a directory that is not there, or one whose model the draft does not fit. Of a
-    target on the hub nothing is known here."""
+    """Raises ValueError if the target is a missing directory, or if the draft does not fit the model in the directory.
+    A target on the hub is not checked."""
     if not Path(options.target).is_dir():
         if options.target.startswith((".", "/", "~")):
             raise ValueError(
@@ -89,14 +90,14 @@ def check_config(options: ServeOptions) -> None:
 
 
 def check(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Runs `fledge check`, in a process of its own, whose end frees the GPU's memory for the engine; of the files alone
-    if the target does not fit in memory. Raises ValueError if it finds a problem."""
+    """Runs `fledge check` in a separate process, so that the process's end frees the GPU's memory for the engine.
+    Checks only the files if the target does not fit in memory. Raises ValueError if the check finds a problem."""
     from fledge.commands.check import TOO_LARGE
 
     words = [sys.executable, "-m", "fledge", "check", "--target", options.target, "--draft", options.draft]
     words += ["--engine", options.engine, *(["--trust-remote-code"] if options.trust_remote_code else [])]
     code = subprocess.run(words).returncode
-    if code in (TOO_LARGE, -signal.SIGKILL):  # by which Linux ends a process for want of memory
+    if code in (TOO_LARGE, -signal.SIGKILL):  # Linux ends a process by SIGKILL for want of memory
         say(f"{options.target} does not fit in memory as fledge check loads it; what needs no weights of it is checked")
         code = subprocess.run([*words, flag_of("files_only")]).returncode
     if code:
@@ -106,8 +107,8 @@ def check(options: ServeOptions, say: Callable[[str], None]) -> None:
 
 
 def command_of(options: ServeOptions) -> list[str]:
-    """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve it,
-    and if it needs other files than the draft has."""
+    """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve the
+    draft, or needs different files (`fledge export`)."""
     from fledge.drafts.weights import open_draft
     from fledge.engines.command import ENGINES, Serving, serve_command, trained_depth
     from fledge.engines.export import export

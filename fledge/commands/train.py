@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
     """Trains, or continues a run, and returns the metrics of the last step.
 
-    `say` prints a message, `progress` is a `ProgressDisplay`. In a process that torchrun started, the run is shared
-    with the other ranks; one that torchrun started again continues the run in --out.
+    `say` prints a message, `progress` is a `ProgressDisplay`. In a process started by torchrun, all ranks share the
+    run; a process restarted by torchrun continues the run in --out.
 
     Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it. Raises
     ValueError for options that contradict each other and for a directory that another process writes to, and
@@ -52,8 +52,8 @@ def _train(
     options: TrainOptions, recipe: Recipe, recorded: dict[str, Any] | None, directory: RunDirectory, ranks: Ranks,
     say: Callable[[str], None], progress: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains by a resolved recipe, in a directory that rank 0 has locked. `recorded` are the settled values of the run
-    that is resumed; None for a new run."""
+    """Trains by a resolved recipe, in a directory locked by rank 0. `recorded` are the settled values of the resumed
+    run; None for a new run."""
     from fledge.check.make_probe import make_probe
     from fledge.measure.evaluator import make_evaluator
     from fledge.publish.card import with_card
@@ -109,7 +109,7 @@ def _train(
     return run_training(training, say, progress)
 
 
-_DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # of the named parameters of `train_draft`
+_DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # defaults of parameters of `train_draft`
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,13 @@ def train_draft(
 
     `target` is a directory or hub id, `data` one or several data sources, and `out` the directory of the run. A source
     with options of its own is a dict, e.g. `{"source": "a.jsonl", "template_kwargs": {"enable_thinking": True}}`.
-    Further keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`;
-    `TrainOptions` lists them, and `fledge train --help` their other names (`model`, `learning_rate`). An option that is
-    None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict.
-    `config="recipe.yaml"` takes options from a file; keywords override it. `resume="run"`, without other options,
-    continues a run that was stopped. With `progress`, messages and a progress bar are printed to standard error;
-    without, nothing is printed. Raises TypeError for an unknown option, ValueError if the options or data are not
-    valid, and KeyboardInterrupt after an interrupted run has saved its checkpoint.
+    Further keywords are the options of the command with underscores, e.g. `steps=1000, draft_vocab=16000`.
+    `TrainOptions` lists the options, and `fledge train --help` lists aliases (`model`, `learning_rate`). An option that
+    is None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict. `config="recipe.yaml"` takes
+    options from a file; keywords override the file's options. `resume="run"`, without other options, continues a
+    stopped run. With `progress`, messages and a progress bar are printed to standard error; without, nothing is
+    printed. Raises TypeError for an unknown option, ValueError if the options or data are not valid, and
+    KeyboardInterrupt after an interrupted run has saved the checkpoint.
     """
     from fledge.io.display import ProgressDisplay
 
