@@ -1,7 +1,7 @@
-"""A draft described in sentences, and its model card: README.md with metadata for the Hugging Face hub.
+"""Describes a draft in sentences, and makes the draft's model card: README.md with metadata for the Hugging Face hub.
 
-The part of the text between two marker lines is generated, and `fledge push` may replace that part. All else, also the
-metadata, belongs to the user and is kept.
+The text between two marker lines is generated, and `fledge push` may replace the generated text. All text outside the
+markers, including the metadata, belongs to the user and is kept.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ END = "<!-- .. to here, and keeps all text outside. -->"
 GENERATED = re.compile(f"(?s)(?<={re.escape(START)}).*(?={re.escape(END)})")
 MEASURED, USE = "## Measured acceptance", "## Use"
 TARGET = "TARGET"  # stands for a target without a hub id in commands
-LONGEST_NAME = 200  # characters of a name that are shown
+LONGEST_NAME = 200  # most shown characters of a name
 LIMITS = """## Limits
 
 - With another model than its target, even a fine-tuned one, fewer tokens are accepted, down to none. The text stays \
@@ -103,7 +103,7 @@ def describe(config: DraftConfig) -> list[str]:
 
 
 def method_title(config: DraftConfig) -> str:
-    """The display name of the method, or of its variant (EAGLE-3.1) if the draft has one of the variant's switches."""
+    """The display name of the method, or of a variant (EAGLE-3.1) if the draft has a switch of the variant."""
     variants = [
         c for c in CHOICES.values() if c.method is config.family and any(getattr(config, s) for s in c.switches)
     ]
@@ -111,7 +111,7 @@ def method_title(config: DraftConfig) -> str:
 
 
 def describe_files(files: DraftFiles) -> list[str]:
-    """Sentences about the layout of a draft's files, and about the engines that can serve it."""
+    """Sentences about the layout of a draft's files, and about the engines that can serve the draft."""
     lines = [f"Its files have {files.layout}."]
     for engine in ENGINES:
         if reason := unsupported(files.config, engine):
@@ -128,7 +128,7 @@ def describe_files(files: DraftFiles) -> list[str]:
 
 
 def trainer_notes(config: DraftConfig) -> list[str]:
-    """What trainers other than fledge do differently with this draft."""
+    """Notes about trainers other than fledge that handle the draft differently."""
     found = list(config.family.notes)
     if config.family.reads_layers and config.draft_vocab_size == config.vocab_size and not config.family.one_pass:
         found.append(
@@ -146,7 +146,7 @@ def card_text(
     """A new card, in which no name of a file or model can break the YAML or the Markdown.
 
     `measured` are rows of the table of measurements (`measured_row`). `facts` are labels and Markdown on the training,
-    `datasets` the hub ids of the training data, and `revision` the commit of the target; without values if unknown.
+    `datasets` the hub ids of the training data, and `revision` the commit of the target; empty or None if unknown.
     """
     title, base = method_title(config), hub_id(config.provenance.target)
     name = base or _last_part(config.provenance.target)
@@ -203,7 +203,7 @@ def use_text(draft: DraftFiles, repository: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text in which Markdown and HTML have no meaning."""
+    """A text with all characters escaped that have a meaning in Markdown or HTML."""
     text = re.sub(r"([\\`*_\[\]{}~#!])", r"\\\1", escaped(text))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -220,8 +220,9 @@ def cell(text: str) -> str:
 
 
 def card_to_push(draft: DraftFiles, file: Path, records: Sequence[str], repository: str, *, save: bool) -> str:
-    """The card of a draft, or a new one, with the measurements in records of `fledge eval`, and the commands for a
-    repository. With `save`, the measurements are also written to `file`. Raises ValueError if they cannot be used."""
+    """The card in `file`, or a new card of the draft, with the measurements in records of `fledge eval`, and with the
+    commands for a repository. With `save`, the measurements are also written to `file`. Raises ValueError for a card or
+    records that cannot be used."""
     try:
         card = file.read_text(encoding="utf-8") if file.is_file() else card_text(draft.config)
     except UnicodeDecodeError as e:
@@ -236,8 +237,8 @@ def card_to_push(draft: DraftFiles, file: Path, records: Sequence[str], reposito
 
 
 def with_section(card: str, heading: str, content: str) -> str:
-    """A card with other content below a heading of the generated part, at whose end the section is added if there is
-    none; the same card if there is no generated part."""
+    """The card with new content below a heading of the generated part. A missing section is added at the end of the
+    generated part. A card without a generated part stays unchanged."""
 
     def replaced(found: re.Match[str]) -> str:
         before, _, rest = found[0].partition(f"\n{heading}\n")
@@ -249,7 +250,7 @@ def with_section(card: str, heading: str, content: str) -> str:
 
 
 def keep_edits(there: str, card: str) -> str:
-    """The card `there` with the generated part of `card`; the same as `there` if one of the two has no such part."""
+    """The card `there` with the generated part of `card`; `there` unchanged if either card has no generated part."""
     new = GENERATED.search(card)
     return GENERATED.sub(lambda _: new[0], there, count=1) if new else there
 
@@ -269,8 +270,8 @@ def measured_text(rows: Sequence[str]) -> str:
 def measured_row(
     prompts: str, decoding: str, tau: float, alpha: Sequence[float | None], speedup: float | None, device: str
 ) -> str:
-    """A row of the table: the prompts and how they were decoded, τ, the acceptance rates by position, the speedup
-    (None: speed was not measured), and the device."""
+    """A row of the table: the prompts, the decoding options, τ, the acceptance rates by position, the speedup (None:
+    speed was not measured), and the device."""
     faster = "-" if speedup is None else f"{speedup:.2f}x"
     cells = (plain(prompts), plain(decoding), f"{tau:.2f}", alpha_text(alpha) or "-", faster, plain(device) or "-")
     return f"| {' | '.join(map(cell, cells))} |"
@@ -278,7 +279,7 @@ def measured_row(
 
 def measured_rows(file: Path, draft: DraftFiles) -> list[str]:
     """The table's rows for the measurements of `draft` in a record of `fledge eval`. Raises ValueError, naming the
-    file, for anything else, and if all measurements are of other drafts."""
+    file, if the file is no record of `fledge eval`, or has no measurement of `draft`."""
     try:
         content = read_json(file)
     except (OSError, ValueError) as e:
@@ -335,7 +336,7 @@ def with_card(
                 measured = [measured_row(held_out, decoding, tau, metrics["eval_alpha"], None, machine["device"])]
             text = card_text(draft.config, measured, facts=steps | facts, datasets=datasets, revision=revision)
             return {**files, CARD: text.encode()}
-        except Exception as e:  # the draft must be saved all the same
+        except Exception as e:  # the draft must be saved even without a card
             say(f"the draft is written without a model card: {type(e).__name__}: {e}")
             return files
 
@@ -373,9 +374,9 @@ def _training_facts(
 
 
 def shown_source(source: str) -> tuple[str, str | None]:
-    """A data source or draft as others may read it (the name of a data set of the hub, or the last part of a path), and
-    the hub id of a data set, None for others."""
-    with contextlib.suppress(ValueError):  # for a local file that is not there any more
+    """The public name of a data source or draft (the name of a hub data set, or the last part of a path), and the hub
+    id of a hub data set (None for anything else)."""
+    with contextlib.suppress(ValueError):  # raised for a local file that no longer exists
         if data := SourceReader(source).hub:
             return data.name, data.hub_id
     return _last_part(Source.parse(source).path if source.startswith("{") else source), None

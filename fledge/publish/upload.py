@@ -19,12 +19,12 @@ from fledge.io.fields import parse_json, read_json
 from fledge.io.tensors import INDEX, PICKLED, weights_file
 from fledge.publish.card import CARD, keep_edits
 
-DRAFT_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")  # of fledge and other trainers
+DRAFT_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")  # by fledge or any other trainer
 WEIGHTS = (*DRAFT_WEIGHTS, "*.bin", "*.gguf", "*.pt", "*.pth")
 LOGIN = "log in with `hf auth login`, or set the environment variable HF_TOKEN to a token that may write"
 AGAIN = "the same command continues the upload"
 PERMISSION = "check the owner's name with `hf auth whoami`, and that the token may write there"
-# what to do, by the status of the hub's answer
+# advice for the user, by the status of the hub's answer
 CURES = {
     401: LOGIN,
     403: PERMISSION,
@@ -34,8 +34,8 @@ CURES = {
 
 
 def files_to_push(directory: Path, *, probe: bool) -> tuple[DraftFiles, list[str]]:
-    """The draft, and the names of its files without the card, with those of its probe if `probe` is True. Raises
-    ValueError if the files are damaged, or not safetensors."""
+    """The draft, and the names of the draft's files without the card; with `probe`, including the files of the probe.
+    Raises ValueError if the files are damaged, or not safetensors."""
     draft, weights = open_draft(directory), weights_file(directory)
     if weights.name == PICKLED:
         raise ValueError(
@@ -59,9 +59,10 @@ def upload(
     message: str | None, replace_card: bool,
 ) -> str:  # fmt: skip
     """Uploads the files and the card to the repository `name` in one commit, and removes the files of an earlier draft.
-    Returns the address of the result. Creates the repository and the branch if they are not there.
+    Returns the address of the repository or branch. Creates a missing repository or branch.
 
-    Raises ValueError for a repository of another kind, and without a login; `explained` explains the hub's errors.
+    Raises ValueError for a repository with a model that is no draft, and without a login; `explained` explains the
+    hub's errors.
     """
     api = HfApi(library_name="fledge", library_version=__version__)
     if get_token() is None:
@@ -88,18 +89,18 @@ def upload(
     if stale:
         say(f"removing {', '.join(stale)} of the draft that was there before")
     say(f"uploading {size_text(sum(file.stat().st_size for file in files.values()) + len(kept.encode()))} to {name}")
-    api.create_commit(  # `upload_folder` may make several, and others then see files of two drafts
+    api.create_commit(  # `upload_folder` may make several commits, and readers could then see files of two drafts
         name,
         [*(CommitOperationAdd(*each) for each in contents.items()), *map(CommitOperationDelete, stale)],
         commit_message=message or f"Draft model, by fledge {__version__}",
         revision=revision,
-        parent_commit=info.sha,  # a commit that others have made meanwhile is not overwritten
+        parent_commit=info.sha,  # the upload fails rather than overwrite a commit made meanwhile
     )
     return f"{api.endpoint}/{name}" + (f"/tree/{revision}" if revision else "")
 
 
 def _check_kind(name: str, paths: list[str], read: Callable[[str], bytes]) -> None:
-    """Raises ValueError if a repository holds a model that is not a draft, since its files would be removed."""
+    """Raises ValueError if a repository holds a model that is no draft, since the upload would remove weights."""
     reason = next((f"{path} without {CONFIG}" for path in paths if _matches(path, WEIGHTS)), "")
     if CONFIG in paths:
         try:
@@ -117,7 +118,7 @@ def _matches(path: str, patterns: tuple[str, ...]) -> bool:
 
 @contextlib.contextmanager
 def explained(repository: str) -> Iterator[None]:
-    """Context manager: replaces the errors of huggingface_hub by the cause and what to do."""
+    """Context manager: replaces the errors of huggingface_hub by errors with the cause and advice."""
     try:
         yield
     except OfflineModeIsEnabled as e:
@@ -130,7 +131,7 @@ def explained(repository: str) -> Iterator[None]:
         cure = CURES.get(status)
         raise ValueError(f"the hub refuses the upload to {repository} ({said})" + (f"; {cure}" if cure else "")) from e
     except Exception as e:
-        of_upload = isinstance(e, RuntimeError) and "upload" in str(e).lower()  # of a large file
+        of_upload = isinstance(e, RuntimeError) and "upload" in str(e).lower()  # a large file failed
         if type(e).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore") and not of_upload:
             raise
         raise ConnectionError(f"the hub cannot be reached ({_first_line(e)}); {AGAIN}") from e
