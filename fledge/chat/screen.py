@@ -1,4 +1,4 @@
-"""Where a conversation is typed and shown: a terminal, or pipes. Both have the same methods."""
+"""The screens of a conversation: a terminal, or pipes. `Terminal` and `Pipes` have the same methods."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fledge.io.display import escaped, format_message
 
 
 class Pipes:
-    """Reads lines of standard input, and writes answers to standard output as the model wrote them, without colours.
-    Messages go to standard error by `say`. On a terminal, control characters of answers are escaped."""
+    """Reads lines of standard input, and writes answers unchanged to standard output, without colours. Messages go to
+    standard error by `say`. On a terminal, control characters of answers are escaped."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._terminal = sys.stdout.isatty()
 
     def ask(self) -> str | None:
-        """The next line that is not empty, or None at the end of the input."""
+        """The next non-empty line, or None at the end of the input."""
         return next((line.rstrip("\n") for line in iter(sys.stdin.readline, "") if line.strip()), None)
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
-        """Context manager around an answer, which nothing stops here."""
+        """Context manager around an answer: yields a function that returns False, since nothing stops an answer."""
         yield lambda: False
         self._write("\n")
 
@@ -45,7 +45,7 @@ class Pipes:
             self._say(line)
 
     def fail(self, error: Exception) -> None:
-        """Raises an error, since nobody is there to correct the input."""
+        """Raises the error, since no user can correct the input."""
         raise error
 
     def _write(self, text: str) -> None:
@@ -54,26 +54,26 @@ class Pipes:
 
 
 class Cleared(Exception):
-    """Ctrl-C at the input line. KeyboardInterrupt is left to the signals that end the command."""
+    """Ctrl-C at the input line. KeyboardInterrupt is reserved for signals that end the command."""
 
 
 class Terminal:
-    """A terminal with an editable input line, and answers tinted by who proposed their tokens."""
+    """A terminal with an editable input line, and with answers tinted by the proposers of the tokens."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False)
-        # unlike `input`, prompt_toolkit edits alike with every build of Python, and takes pasted lines as one text
+        # unlike `input`, prompt_toolkit edits alike with every build of Python, and takes pasted lines as a single text
         self._line: PromptSession[str] = PromptSession("> ", interrupt_exception=Cleared)
 
     def open(self, words: str, drafts: bool) -> None:
-        """Shows what is talked to and, with a draft and colours, what the tints mean."""
+        """Shows `words`, a description of the models, and with a draft and colours a legend of the tints."""
         self.say(words)
         if drafts and self._console.color_system:
             self._console.print(legend())
         self.say("/help lists the commands; Ctrl-D leaves.\n")
 
     def ask(self) -> str | None:
-        """The next text that is not empty, or None after Ctrl-D. Ctrl-C clears the line."""
+        """The next non-empty text, or None after Ctrl-D. Ctrl-C clears the line."""
         while True:
             try:
                 text = self._line.prompt()
@@ -86,8 +86,8 @@ class Terminal:
 
     @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
-        """Context manager around an answer: yields a function that says whether Ctrl-C was pressed. Other keys are not
-        shown within the answer; the next input line gets them."""
+        """Context manager around an answer: yields a function that tells whether Ctrl-C was pressed. Keys pressed
+        during the answer are not shown; the next input line gets the keys."""
         pressed: list[Any] = []
         keyboard = sys.stdin.fileno()
         before, handler = termios.tcgetattr(keyboard), signal.getsignal(signal.SIGINT)
@@ -107,7 +107,7 @@ class Terminal:
         write_tinted(self._console, pieces)
 
     def say(self, text: str) -> None:
-        """Shows a message, dimmed to tell it from answers."""
+        """Shows a message, dimmed in contrast to answers."""
         self._console.print(escaped(text, keep="\n"), style="dim")
 
     def fail(self, error: Exception) -> None:

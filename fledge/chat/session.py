@@ -1,4 +1,4 @@
-"""A conversation with the target, and the answers in it, decoded with the draft or without."""
+"""A conversation with the target, whose answers are decoded with or without a draft."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from fledge.decode.engine import Engine
 
 NEW_TOKENS = 512  # default maximum of new tokens per answer
-ROOM = 4  # an answer gets at least this part of the context (a quarter), unless it is to be shorter
+ROOM = 4  # 1/4 of the context, or the maximum new tokens if smaller, is reserved for an answer
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and its cost. `seconds` are those of the engine, prompt included, without the time to show the text.
-    `drafted`: whether it was decoded with the draft; None: there is no draft. `tau` is None without rounds of drafting.
-    `ended`: why it ended."""
+    """The figures of an answer. `seconds` is the engine's time, including the prompt, without the time to show the
+    text. `drafted`: whether the answer was decoded with the draft (None: the session has no draft). `tau` is None
+    without rounds of drafting. `ended`: the reason for the answer's end."""
 
     tokens: int
     seconds: float
@@ -32,7 +32,7 @@ class Reply:
 
     @property
     def summary(self) -> str:
-        """The line below an answer. It fits 60 columns as long as the numbers are small."""
+        """The line below an answer. With small numbers, the line fits 60 columns."""
         speed = self.tokens / self.seconds if self.seconds else 0.0
         parts = [
             f"τ {self.tau:.2f}" if self.tau is not None else "",
@@ -47,11 +47,11 @@ class Reply:
 class Session:
     """A conversation and the engine that answers in it.
 
-    `messages`: what the model sees of the conversation, the system prompt first. With `raw`, it has none, and each text
-    is continued on its own without the chat template. `drafts`: whether the next answer is decoded with the draft.
+    `messages`: the messages that the model sees, the system prompt first. With `raw`, no messages are kept, and each
+    text is continued alone, without the chat template. `drafts`: whether the next answer is decoded with the draft.
     `new_tokens`: the most tokens of an answer. `longest`: the most tokens of a prompt and its answer together.
 
-    Raises ValueError if the chat template does not take the system prompt.
+    Raises ValueError if the chat template refuses the system prompt.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Session:
         self._answers = 0
 
     def switch_draft(self, on: bool) -> None:
-        """Decodes the next answers with the draft or without it. Raises ValueError if there is none."""
+        """Decodes the next answers with or without the draft. Raises ValueError in a session without a draft."""
         if not self.has_draft:
             raise ValueError("there is no draft; start fledge chat with --draft")
         self.drafts = on
@@ -83,11 +83,11 @@ class Session:
     def answer(
         self, asked: str, show: Callable[[Pieces], None], stopped: Callable[[], bool], say: Callable[[str], None]
     ) -> Reply:
-        """Answers a text, and adds both to the conversation.
+        """Answers a text, and adds the text and the answer to the conversation.
 
-        `show` gets the text in pieces while it is generated. If `stopped` returns True, the answer ends there. `say`
-        gets a message if the conversation does not fit the context any more. Raises ValueError, and leaves the
-        conversation as it was, if the text alone does not fit, or the template refuses it.
+        `show` gets pieces of the answer during generation. The answer ends when `stopped` returns True. `say` gets a
+        message if the conversation no longer fits the context. Raises ValueError, and leaves the conversation
+        unchanged, if the text alone does not fit, or if the template refuses the conversation.
         """
         from fledge.data.answering import history_message
         from fledge.decode.request import AttributedText, Completion
@@ -122,7 +122,8 @@ class Session:
         )
 
     def _fit(self, asked: str, say: Callable[[str], None]) -> tuple[Any, list[int]]:
-        """The prompt for a text, and its token ids. Leaves out as many of the first messages as needed to fit."""
+        """The prompt for a text, and the prompt's token ids. Drops the first messages after the system prompt until the
+        prompt fits."""
         try:
             asked.encode()
         except UnicodeEncodeError as e:  # Python decodes invalid bytes of standard input as lone surrogates

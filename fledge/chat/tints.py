@@ -1,4 +1,4 @@
-"""Text of an answer on a terminal, tinted by who proposed each token."""
+"""The text of an answer on a terminal, with each token tinted by the token's proposer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from rich.text import Text
 
 from fledge.io.display import escaped
 
-# colours of drafted tokens by depth, the last one for all that are deeper; each has a contrast of at least 3.5 with
-# black and with white
+# colours of drafted tokens by depth, with the last colour for all greater depths; every colour has a contrast of at
+# least 3.5 with black and with white
 TINTS = ("#00875f", "#0087af", "#5f5fff", "#af5fd7")
 STYLES = (Style(), *(Style(color=tint) for tint in TINTS))
 
-Pieces = list[tuple[str, int]]  # of a text, each with its proposer (fledge.decode.request)
+Pieces = list[tuple[str, int]]  # pieces of a text, each with a proposer (fledge.decode.request)
 
 
 def write_tinted(console: Console, pieces: Pieces) -> None:
-    """Writes pieces of an answer, in the colours of their proposers. Control characters are escaped."""
+    """Writes pieces of an answer in the colours of the proposers. Control characters are escaped."""
     for text, proposer in pieces:
         style = STYLES[min(proposer, len(TINTS))]
         console.out(escaped(text, keep="\n\t"), style=style, highlight=False, end="")
