@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 194,
-    "lines": 31_182,
-    "statements": 23_729,
-    "lines behind fledge train": 25_577,
-    "lines behind fledge generate": 14_825,
-    "lines behind the training loop": 8_107,
-    "lines behind the engine": 14_060,
+    "lines": 31_300,
+    "statements": 23_731,
+    "lines behind fledge train": 25_650,
+    "lines behind fledge generate": 14_840,
+    "lines behind the training loop": 8_125,
+    "lines behind the engine": 14_070,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

@@ -203,10 +203,10 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
     [
         (["--method", "peagle", "--depth", 1], "--depth 1: P-EAGLE needs a depth of at least 2"),
         (["--method", "peagle", "--cod-rate", 1.5], "--cod-rate 1.5: it must be above 0 and at most 1"),
-        (["--method", "eagle1", "--cod-rate", 0.5], "--cod-rate has no effect with EAGLE-1; use --method peagle, or"),
+        (["--method", "eagle1", "--cod-rate", 0.5], "--cod-rate has no effect with EAGLE-1; use --method eagle3, or"),
         (
             ["--method", "peagle", "--gamma", 0.8],
-            "--gamma has no effect with P-EAGLE: the depths of P-EAGLE have equal",
+            "--gamma has no effect with P-EAGLE; use --method eagle3, or",
         ),
         (["--method", "eagle1", "--gamma", 0.8], "--gamma has no effect with EAGLE-1; use --method eagle3, or leave"),
         (["--method", "eagle2"], "--method eagle2 is not one of eagle3, eagle3.1, peagle, eagle1"),
@@ -219,7 +219,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
         ),
         (
             ["--method", "eagle1", "--fc-norm", "--qk-norm"],
-            "--fc-norm, --qk-norm have no effect with EAGLE-1: EAGLE-1 has no",
+            "--fc-norm, --qk-norm have no effect with EAGLE-1; use --method eagle3, or",
         ),
         (["--feature-noise", 0.1, "--fc-bias"], "--fc-bias, --feature-noise have no effect with EAGLE-3; use"),
         (["--method", "eagle1", "--init-from"], "but .* is a draft of eagle3"),
