@@ -122,8 +122,7 @@ class Session:
         )
 
     def _fit(self, asked: str, say: Callable[[str], None]) -> tuple[Any, list[int]]:
-        """The prompt for a text, and the prompt's token ids. Drops the first messages after the system prompt until the
-        prompt fits."""
+        """The prompt for a text, and the prompt's token ids. Drops the oldest messages until the prompt fits."""
         try:
             asked.encode()
         except UnicodeEncodeError as e:  # Python decodes invalid bytes of standard input as lone surrogates

@@ -88,8 +88,7 @@ class Report:
     files_only: bool = False
 
     def add(self, check: str, findings: list[Finding], otherwise: str) -> bool:
-        """Adds the findings of a check. A check without findings is added as passed, with the text `otherwise`. Returns
-        whether the check passed."""
+        """Adds the findings of a check; without findings, adds the text `otherwise` to `passed` and returns True."""
         self.findings += findings
         if not findings:
             self.passed.append((check, otherwise))
@@ -122,8 +121,7 @@ class DraftOnDisk:
 
 
 def read_files(name: str | Path) -> tuple[DraftOnDisk | Finding, Probe | Finding | None]:
-    """A draft's files and probe. Unreadable files, or an unreadable probe, are returned as a finding. The probe is None
-    if the draft has no probe."""
+    """A draft's files and probe (None: no probe). Unreadable files, or an unreadable probe, become a finding."""
     return read_consistent(draft_directory(name), lambda directory: (_read_draft(directory), _read_probe(directory)))
 
 
@@ -374,8 +372,7 @@ def _shown(name: str, now: Any, before: Any) -> tuple[str, str]:
 
 
 def _rope_contradiction(hf: dict[str, Any]) -> str:
-    """A sentence about a contradiction between rope_theta or rope_scaling and rope_parameters in a config.json; empty
-    without a contradiction."""
+    """How rope_theta and rope_scaling contradict rope_parameters in a config.json; empty without a contradiction."""
     older = {k: v for k, v in hf.items() if k != "rope_parameters"}
     newer = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
     if not hf.get("rope_parameters") or not (hf.get("rope_theta") or hf.get("rope_scaling")):
@@ -391,8 +388,7 @@ def _rope_contradiction(hf: dict[str, Any]) -> str:
 
 
 def norm_output_note(draft: DraftOnDisk) -> str:
-    """A note about the meaning of `norm_output` in older versions of SpecForge; empty for a draft that SpecForge cannot
-    have trained."""
+    """A note on `norm_output` in older versions of SpecForge; empty for a draft that SpecForge cannot have trained."""
     config = draft.config
     by_specforge = "fledge" not in draft.hf and any(name.startswith("midlayer.") for name in draft.names)
     if not config.norm_output or config.family.one_pass or not by_specforge:
@@ -415,8 +411,7 @@ def target_findings(draft: DraftOnDisk, target: Target) -> list[Finding]:
 
 
 def rope_note(draft: DraftOnDisk, target: Target) -> str:
-    """A note about differences between the draft's RoPE and the target's RoPE; empty if there is none, or if the
-    target's RoPE is unknown."""
+    """A note on differences between the draft's and the target's RoPE; empty for equal or unknown RoPE."""
     known = draft.config.provenance.max_length or draft.config.max_position_embeddings
     try:
         theirs = RopeConfig.from_hf(target.shape).for_length(known)

@@ -32,9 +32,8 @@ def make_probe(
 ) -> Attach:  # fmt: skip
     """A function that makes the files of a draft's probe, for `trainer.train`, which saves drafts in `dtype`.
 
-    The probe's hidden states, of one training document, are computed, or read from the disk, now. The probe's prompts
-    are the beginnings of several training documents. Only rank 0 needs the hidden states, but the ranks of a sharded
-    target compute together.
+    The probe's hidden states, of one training document, are computed, or read from the disk, now. The prompts are the
+    beginnings of several documents. Only rank 0 needs the states, but the ranks of a sharded target compute together.
     """
     if ranks.target_ranks and ranks.leads:
         say("the draft is written without a probe for fledge check, as its ranks do not hold the target")
@@ -111,8 +110,7 @@ def _decoder(
 
 
 def _prompt(document: Document, longest: int) -> list[int]:
-    """At most `longest` tokens of a document: the tokens before the first supervised token, or the first half of the
-    document if the supervised tokens start before SHORT_PROMPT."""
+    """The tokens of a document before the first supervised token, or if too few, the document's first half."""
     before = probe.first_supervised(document)
     if before < SHORT_PROMPT:
         before = max(len(document.tokens) // 2, 1)

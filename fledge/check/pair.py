@@ -50,8 +50,7 @@ def check_pair(
     """Runs all possible checks of the draft `name`. `engine` None: both vLLM and SGLang may serve the draft. With
     `files_only`, the target has no weights.
 
-    Raises ValueError if the draft or the target does not exist, and TargetTooLarge if the target does not fit in
-    memory.
+    Raises ValueError if the draft or target does not exist, and TargetTooLarge if the target does not fit in memory.
     """
     check_draft(name)
     report = Report()

@@ -113,9 +113,8 @@ class ProbeDecoding:
         return sum(self.committed) / sum(self.rounds) if any(self.rounds) else 0.0
 
     def error_against(self, before: ProbeDecoding) -> float:
-        """The standard error of the difference between this `tau` and the `tau` of an earlier decode of the same
-        prompts. Both are ratios of sums over answers; the answers are paired, since a prompt may be easy or hard in
-        both decodes."""
+        """The standard error of the difference between `tau` and the `tau` of an earlier decode of the same prompts:
+        two ratios of sums over answers, paired, since a prompt may be easy or hard in both decodes."""
         n = len(self.rounds)
         if n < 2 or not any(self.rounds) or not any(before.rounds):
             return 0.0
@@ -177,8 +176,7 @@ class Probe:
 
 def excerpt_range(document: Document) -> tuple[int, int, int]:
     """The [start, end) tokens of an excerpt of a document of 3 tokens or more, and the excerpt's number of steps. The
-    window begins shortly before the first supervised token, or earlier if that token is far from the document's start
-    or close to the end."""
+    window begins shortly before the first supervised token, if possible within CONTEXT and the document."""
     n = len(document.tokens)
     K = min(STEPS, n - 2)
     T = min(SLOTS + 1 + K, n)

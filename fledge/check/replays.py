@@ -168,8 +168,7 @@ def with_measured(findings: Sequence[Finding], figures: dict[str, Any]) -> list[
 
 
 def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> dict[str, tuple[DraftFiles, str]]:
-    """Variants of the config of a draft without a record: the changed draft and the cure, by a phrase that completes "τ
-    is .. "."""
+    """Variants of the config of a draft without a record: (draft, cure) by a phrase that completes "τ is .. "."""
     config, found = draft.config, {}
     if not config.family.reads_layers:
         return found

@@ -28,8 +28,7 @@ class ExportOptions(Options):
 
 
 def run(options: ExportOptions, say: Callable[[str], None]) -> None:
-    """Writes the files, or without --out only describes the differences. Raises ValueError if the engine cannot serve
-    the draft."""
+    """Writes the files; without --out, only describes them. Raises ValueError if the engine cannot serve the draft."""
     from fledge.check.draft_files import DraftOnDisk, norm_output_note, vocabulary_findings
     from fledge.check.draft_files import read_files as read_draft_and_probe
     from fledge.check.probe import probe_content

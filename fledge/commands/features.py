@@ -59,9 +59,8 @@ class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
 
 
 def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
-    """Writes all missing features; with `verify`, reads all features instead. Raises ValueError before writing if the
-    features do not fit in the disk budget, or if the directory holds features of different data or options; and for
-    damaged features."""
+    """Writes all missing features; with `verify`, reads all features instead. Raises ValueError for damaged features,
+    and before writing if the disk budget is too small, or if the directory holds features of other data or options."""
     from fledge.states.directory import verify_features, write_features
     from fledge.states.layout import PRECISIONS
     from fledge.states.writer import parse_bytes

@@ -39,9 +39,8 @@ class PushOptions(Options):
 
 
 def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Uploads the draft in one commit, and prints the address of the upload. Raises ValueError for a damaged draft, for
-    a repository with a model that is no draft, and without a login or a permission, and ConnectionError if the hub is
-    not reached."""
+    """Uploads the draft in one commit, and prints the upload's address. Raises ValueError for a damaged draft, for a
+    repository of a model that is no draft, and without login or permission; ConnectionError if the hub fails."""
     from huggingface_hub.utils import disable_progress_bars
 
     from fledge.check.probe import FOLDER, RECORD

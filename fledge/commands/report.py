@@ -21,8 +21,7 @@ class ReportOptions(Options):
 
 
 def run(options: ReportOptions, say: Callable[[str], None]) -> None:
-    """Writes the report. Raises ValueError or OSError, with the file, for a source that is neither a run nor a
-    record."""
+    """Writes the report. Raises ValueError or OSError, with the file, for a source that is no run and no record."""
     from fledge.report.page import check_report_path, write_report
     from fledge.report.read import read
 

@@ -42,8 +42,7 @@ class ServeOptions(Options):
 
 
 def run(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """With --dry-run, prints the command that starts the engine; otherwise checks the draft, and replaces this process
-    by the engine.
+    """Checks the draft, and replaces this process by the engine; with --dry-run, prints the engine's command instead.
 
     Raises ValueError for a draft that the engine cannot serve, that does not fit the target, or that fails `fledge
     check`, and if the engine is not installed.

@@ -65,8 +65,7 @@ def reasoning_field(template: ChatTemplate) -> str | None:
 
 
 def stops_at_tool(record: Record) -> bool:
-    """Whether the generated answers of a record end before a tool result, since the result answers a call in the
-    data."""
+    """Whether a record's answers end before a tool result of the data, since the result answers a call of the data."""
     messages = record.messages or []
     return bool(messages) and len(_answerable(messages[_kept(record) :])) < len(messages[_kept(record) :])
 
@@ -102,10 +101,9 @@ def answer_message(
     """The answer to messages as a message, and whether the template renders the generated text again, white space
     aside. `prompt` are the token ids of the prompt, and `ids` the token ids of the answer, with the stop token.
 
-    Candidates for the message are, in this order: the message that the tokenizer's response schema reads from the
-    answer, the text without the parts that the template writes around a content, and the text with special tokens.
-    Returns the first candidate that the template renders to the generated text, else the first candidate whose
-    rendered text differs in white space only, else the text.
+    Candidates, in this order: the message that the tokenizer's response schema reads from the answer, the text without
+    the parts that the template writes around a content, and the text with special tokens. Returns the first candidate
+    that the template renders to the generated text, else to a text with other white space, else the text.
     """
     before = template.prompt_text(messages, tools=tools)
     text = answer_text(template, prompt, ids)
@@ -161,8 +159,7 @@ def _parsed(tokenizer: Any, text: str, before: str, tools: list[Any] | None) -> 
 def _rendered(
     template: ChatTemplate, messages: list[dict[str, Any]], before: str, tools: list[Any] | None
 ) -> str | None:  # fmt: skip
-    """Messages that end with an answer, rendered as in training after the prompt `before`; None if the template refuses
-    the messages."""
+    """Messages ending with an answer, rendered as in training after the prompt `before`; None if refused."""
     try:
         return template.turn(Record("chat", messages=messages, tools=tools), before)
     except EndlessTemplate:

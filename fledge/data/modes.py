@@ -28,8 +28,7 @@ def shared_variables(modes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def several_modes(trained: Provenance, used: Mapping[str, Any]) -> str | None:
-    """A message about a draft that was trained in several modes, for a user who chose no mode; None for a draft trained
-    in one mode.
+    """A message on a draft of several modes, for a user who chose no mode; None for a draft trained in one mode.
 
     `used` are the variables with which prompts are rendered.
     """
@@ -42,9 +41,8 @@ def several_modes(trained: Provenance, used: Mapping[str, Any]) -> str | None:
 
 
 def untrained_mode(template: ChatTemplate, trained: Provenance, messages: Sequence[Any], **chat: Any) -> str | None:
-    """A warning if the template renders a prompt differently than in every mode in which the draft was trained; None if
-    a trained mode gives the same text, or if the draft's config lacks the template's hash. `chat` are further arguments
-    of `ChatTemplate.render`."""
+    """A warning if the template renders a prompt differently than in every trained mode; None if a trained mode gives
+    the same text, or without the hash of the trained template. `chat` are arguments of `ChatTemplate.render`."""
     if trained.template_sha256 is None or template.kwargs in trained.modes:
         return None
     now = template.render(messages, prompt=True, **chat)

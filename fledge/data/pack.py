@@ -133,9 +133,8 @@ class Rows:
     def heaviest(self) -> list[Packed]:
         """The rows of the first epoch that need the most memory in a training step: one or two rows.
 
-        The first is the row with the most supervised tokens. If no document of the first row has the greatest length, a
-        row with the longest document follows. Later epochs are packed differently, and a row of a later epoch may need
-        more memory.
+        The first is the row with the most supervised tokens; a row with the longest document follows, unless the first
+        row has a document of that length. Rows of later epochs are packed differently and may need more memory.
         """
         epoch = self.epoch(0)
         starts = epoch.ends - np.diff(epoch.ends, prepend=0)

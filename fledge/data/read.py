@@ -215,8 +215,7 @@ class Selection:
     refused: list[str] = field(default_factory=list)
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """The distinct records to train on, ascending, and the position of each record of `order` among the distinct
-        records; both int64."""
+        """The distinct records to train on, ascending, and the positions of `order` in the distinct records; int64."""
         return np.unique(self.order, return_inverse=True)
 
     def read(self, held_out: dict[int, Record]) -> Iterator[Record]:

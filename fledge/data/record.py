@@ -176,8 +176,7 @@ def _is_turn(message: Any) -> bool:
 
 
 def _sharegpt(turn: Any, where: str) -> dict[str, Any]:
-    """A ShareGPT turn, whose fields may have any of ROLE_NAMES and CONTENT_NAMES, as a message with the turn's
-    TEMPLATE_FIELDS."""
+    """A ShareGPT turn, with fields of any known name, as a message; the turn's TEMPLATE_FIELDS are kept."""
     fields = turn if isinstance(turn, dict) else {}
     role, content = (next((n for n in known if n in fields), None) for known in (ROLE_NAMES, CONTENT_NAMES))
     if role is None or (content is None and not fields.get("tool_calls")):

@@ -77,8 +77,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def _text_lines(f: IO[str]) -> Iterator[str]:
-    """The lines of a text. Raises _Damaged for a line of more than LONGEST characters, as damaged or hostile compressed
-    data can have."""
+    """The lines of a text. Raises _Damaged for a line of over LONGEST characters, as in damaged compressed data."""
     while line := f.readline(LONGEST + 1):
         if len(line) > LONGEST:
             raise _Damaged(f"it has a line of more than {LONGEST:,} characters")
@@ -160,8 +159,7 @@ class _Buffer:
         self.f, self.text, self.at = f, "", 0
 
     def more(self) -> bool:
-        """Reads the next piece of the text, which at least doubles the unconsumed characters, so that a long value is
-        parsed only a few times. Returns whether the text had any more characters."""
+        """Reads more text; at least doubles the unconsumed text, so that a long value is parsed only a few times."""
         if len(self.text) - self.at > LONGEST:
             raise _Damaged(f"it has a record of more than {LONGEST:,} characters")
         new = self.f.read(max(CHUNK, len(self.text) - self.at))

@@ -37,8 +37,7 @@ class Source:
     `path` is a file, a directory, a glob, or a hub data set `owner/name[@revision][:split]`. `share` is the part of the
     records to take, in (0, MAX_SHARE]: 0.5 a random half, 2 every record twice. `template_kwargs` are variables of the
     chat template for the source's chats; the source's variables take precedence over the command's. `columns` maps
-    names of fledge's layouts to names of the source's columns (`{"messages": "dialog"}`). None means no variables, or
-    no mapping.
+    names of fledge's layouts to names of the source's columns (`{"messages": "dialog"}`). None: no entries.
     """
 
     path: str

@@ -295,8 +295,7 @@ class ChatTemplate:
         return before + after[start:]
 
     def losses(self, record: Record, documents: Sequence[Document]) -> tuple[str, ...]:
-        """The keys of `chat_fields.LOSSES` for the parts of a record that the template drops. `documents` are the
-        record's documents."""
+        """The parts of a record, with the documents `documents`, that the template drops, as keys of LOSSES."""
         messages = record.messages or []
         if (text := record.text) is not None:
             ends = text if len(text) < 200 else text[:100] + text[-100:]  # where special tokens may be written out
@@ -396,8 +395,7 @@ class ChatTemplate:
         return a + (a < len(ids) and starts[a] - self._hidden_spaces(ids[a], starts[a], text) < start)
 
     def _hidden_spaces(self, token: int, start: int, text: str) -> int:
-        """The number of leading spaces of a byte-level token that the token's offsets exclude, as in Llama-3 and
-        GPT-2."""
+        """The number of a byte-level token's leading spaces outside the token's offsets (Llama-3, GPT-2)."""
         name = self.tokenizer.convert_ids_to_tokens(token)
         spaces = len(name) - len(name.lstrip("\u0120"))  # U+0120 represents a space in byte-level vocabularies
         return spaces if text[start - spaces : start] == " " * spaces and not text.startswith(" ", start) else 0
@@ -408,8 +406,7 @@ def limit_compute_time(seconds: float) -> Iterator[None]:
     """Context manager: raises ComputeTimeout inside the block once the block has used `seconds` of CPU time.
 
     The timer counts only the process's user CPU time, so a suspended or busy machine does not trigger the timeout.
-    Python delivers signals to the main thread, and Windows has no virtual timer: in other threads and on Windows, CPU
-    time is not limited.
+    Python delivers signals to the main thread, and Windows lacks the timer: other threads and Windows have no limit.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

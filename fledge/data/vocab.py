@@ -19,9 +19,8 @@ def choose_vocabulary(
 ) -> tuple[Tensor, float]:
     """The ids in `keep` and the most frequent target ids among supervised tokens, `size` ids in total.
 
-    Ties go to the lower id. Returns the ids in ascending order, int64 [size], and the fraction of supervised tokens
-    that the ids cover. Raises ValueError if `size` is not in 1 .. `vocab_size`, or if a token is not below
-    `vocab_size`.
+    Ties go to the lower id. Returns the ids in ascending order, int64 [size], and the ids' fraction of supervised
+    tokens. Raises ValueError if `size` is not in 1 .. `vocab_size`, or if a token is not below `vocab_size`.
     """
     if not 0 < size <= vocab_size:
         raise ValueError(f"--draft-vocab {size} is outside 1..{vocab_size}, the target's vocabulary")

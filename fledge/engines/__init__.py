@@ -1,2 +1,1 @@
-"""Engines other than fledge's that serve drafts: the drafts that each engine supports, and each engine's file formats
-and layer numbering."""
+"""External engines that serve drafts: the drafts that an engine supports, and an engine's files and layer numbering."""

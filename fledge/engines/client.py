@@ -67,9 +67,8 @@ class Decoding:
     def fields(self, engine: str) -> dict[str, Any]:
         """The fields of a request to an engine.
 
-        Requests to vLLM and SGLang set every field that changes the text, since both take fields that a request does
-        not set from the model's generation_config.json. All other servers get only standard fields, and top_k and
-        repetition_penalty if set.
+        Requests to vLLM and SGLang set every field that changes the text, since both engines take missing fields from
+        generation_config.json. All other servers get only standard fields, and top_k and repetition_penalty if set.
         """
         standard = {"temperature": self.temperature, "top_p": self.top_p}
         own = {"top_k": self.top_k or -1, "min_p": 0.0, "repetition_penalty": self.repetition_penalty}
@@ -102,9 +101,8 @@ class Answer:
     last: float = 0.0
 
     def prompt_difference(self, ids: list[int]) -> str:
-        """The difference between the server's prompt and the token ids `ids`: the first different token if the server
-        returns the prompt's tokens, otherwise the numbers of tokens. Empty without a difference, or if the server
-        returns neither tokens nor a count."""
+        """The difference between the server's prompt and the token ids `ids`: the numbers of tokens, or the first
+        different token. Empty for equal prompts, and if the server returns neither tokens nor a count."""
         theirs = self.prompt_tokens if self.prompt_ids is None else len(self.prompt_ids)
         if theirs is not None and theirs != len(ids):
             return f"{theirs} tokens on the server, {len(ids)} by the target's template"
@@ -160,9 +158,8 @@ class Client(Http):
     server: Server | None = None
 
     async def connect(self, model: str | None = None) -> Server:
-        """Asks the server for its engine and models. `model` is the name of the model to use (None: the server's only
-        model). Raises ServerProblem if the server cannot be reached, lacks the model, or has several models and `model`
-        is None."""
+        """Asks the server for its engine and models. `model` is the name of the model to use (None: the only model).
+        Raises ServerProblem for an unreachable server, a missing model, and several models if `model` is None."""
         found = await self.json("/v1/models")
         cards = found.get("data") if isinstance(found, dict) else None
         if not isinstance(cards, list) or not all(map(_is_card, cards)):
@@ -240,8 +237,7 @@ async def _read_openai(stream: bool, started: float, response: httpx2.Response) 
 
 
 async def _read_sglang(started: float, response: httpx2.Response) -> Answer:
-    """Reads the chunks of /generate. By the server's setting, a chunk has the text and ids so far, or only the new text
-    and ids."""
+    """Reads the chunks of /generate: all text and ids so far, or by the server's setting only new text and ids."""
     answer = Answer(started=started)
     text, ids, number = "", [], 0
     joined, joined_ids = "", []

@@ -69,8 +69,7 @@ def engine_command(engine: str, serving: Serving) -> list[str]:
 
 
 def program(engine: str) -> list[str]:
-    """The words that start an engine's server on this machine: the engine's script, or the engine's module run by this
-    Python."""
+    """The words that start an engine's server on this machine: the engine's script, or a module of this Python."""
     importable = importlib.util.find_spec(engine) is not None
     if importable and engine == "sglang":
         return [sys.executable, *PROGRAMS[engine][1:]]

@@ -95,15 +95,13 @@ def _portable(draft: DraftFiles, target: TargetName | None) -> Files:
 
 
 def _sglang(draft: DraftFiles, target: TargetName | None) -> Files:
-    """`_portable` with `bias` False: SGLang's EAGLE-1 always has a bias in `fc`, and reads `bias` as the attention's
-    bias."""
+    """`_portable`, `bias` False: SGLang's EAGLE-1 always has a bias in `fc`, and `bias` means the attention's bias."""
     hf, tensors = _portable(draft, target)
     return hf | {"bias": False}, tensors
 
 
 def _safeailab(draft: DraftFiles, target: TargetName | None) -> Files:
-    """`_portable` with `target_hidden_size` for a draft with own embeddings: without the field, SafeAILab's code does
-    not read the draft's embeddings."""
+    """`_portable` with `target_hidden_size`, without which SafeAILab's code does not read the draft's embeddings."""
     hf, tensors = _portable(draft, target)
     if draft.config.own_embeddings:
         hf["target_hidden_size"] = draft.config.target_hidden_size
@@ -150,8 +148,7 @@ def _flat(draft: DraftFiles) -> dict[str, Any]:
 def _differences(
     draft: DraftFiles, engine: str, hf: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[str, ...]:  # fmt: skip
-    """Phrases about the differences between the content `hf` and `tensors` and a draft's current files, of all parts
-    that the engine reads."""
+    """Phrases about differences of `hf` and `tensors` from a draft's current files, of parts that the engine reads."""
     found, fields = [] if draft.file == WEIGHTS else [f"weights in {WEIGHTS}, not {draft.file}"], []
     if strays := [name for name in draft.strays if engine in stray_readers(name)]:
         found.append(f"without {_listed(strays)}, with other weights")
@@ -173,8 +170,7 @@ def _differences(
 
 
 def _as_read(hf: dict[str, Any], engine: str, config: DraftConfig) -> dict[str, Any]:
-    """A flat config with the engine's defaults for missing fields, and with a single spelling of fields that have
-    several spellings."""
+    """A flat config with the engine's defaults for missing fields, and a single spelling of each field."""
     heads = config.num_attention_heads
     defaults = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
     if engine != "safeailab" and config.family.reads_layers:  # EAGLE-1 and SafeAILab: a bias by default

@@ -46,8 +46,7 @@ def _layers_in_order(config: DraftConfig) -> bool:
 
 
 def _default_layers(config: DraftConfig) -> bool:
-    """Whether the draft reads the default layers of engines; False if the config lists layers without the target's
-    number of layers."""
+    """Whether the draft reads the engines' default layers; False for listed layers of a target of unknown depth."""
     layers = config.provenance.target_layers
     return config.aux_layers is None or (layers is not None and config.aux_layers == engine_layers(layers))
 

@@ -81,8 +81,7 @@ def fit_stream(text: str, stream: TextIO) -> str:
 
 @contextmanager
 def held_warnings() -> Iterator[None]:
-    """Context manager: shows the warnings of the block after the block, so that no warning interrupts a line of
-    text."""
+    """Context manager: shows the block's warnings after the block, so that no warning interrupts a line of text."""
     held: list[tuple[Any, Any]] = []
     show = warnings.showwarning
     warnings.showwarning = lambda *given, **more: held.append((given, more))
@@ -212,8 +211,7 @@ class ProgressDisplay:
         return self._stream.closed_by_reader
 
     def say(self, line: str) -> None:
-        """Prints a message. On a terminal, lines are broken at spaces, but not within a command or path, for
-        copying."""
+        """Prints a message. On a terminal, lines break at spaces, but not within a command or path, for copying."""
         _print_line(self.console, line)
 
     @contextmanager

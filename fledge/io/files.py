@@ -146,8 +146,7 @@ def replace_file(file: str | Path, parts: Iterable[bytes]) -> None:
     """Writes a file of several parts atomically (see `replace_parts`). If `file` is a symbolic link, the link's target
     is replaced.
 
-    The name of the temporary file follows from the name of `file`: the next writer removes the temporary file of a
-    killed writer.
+    The temporary file's name follows from `file`: the next writer removes the temporary file of a killed writer.
     """
     import fcntl
 

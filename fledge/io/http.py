@@ -47,8 +47,7 @@ class UnusableAnswer(ValueError):
 
 
 class Passing(Exception):
-    """A passing failure: a repeated attempt may succeed. `delay` is the number of seconds that the server asks to wait
-    (None: the server names no delay)."""
+    """A failure after which a repeated attempt may succeed. `delay` is the server's requested delay in s, or None."""
 
     def __init__(self, reason: str, delay: float | None = None):
         super().__init__(reason)
@@ -161,9 +160,8 @@ class Http:
     async def post(
         self, path: str, body: dict[str, Any], read: Callable[[float, httpx2.Response], Awaitable[T]]
     ) -> T:  # fmt: skip
-        """Posts a request, repeated after passing failures at most `retries` times. `read` gets the time
-        (`time.perf_counter`) of sending the request and the response, and returns the answer; `read` may raise
-        `Passing` or UnusableAnswer.
+        """Posts a request, repeated after passing failures at most `retries` times. `read` gets the time of sending
+        (`time.perf_counter`) and the response, and returns the answer, or raises `Passing` or UnusableAnswer.
 
         Raises BadRequest if the server refuses this request, and ServerProblem if the server refuses every request, or
         if no attempt succeeds.
@@ -273,8 +271,7 @@ async def _text(started: float, response: httpx2.Response) -> str:
 
 
 async def json_object(started: float, response: httpx2.Response) -> dict[str, Any]:
-    """The JSON object of a response, for `Http.post`. Raises `Passing` for anything else, and for an object with an
-    `error`."""
+    """The JSON object of a response, for `Http.post`. Raises `Passing` for other content, or an object with `error`."""
     return _parsed(await _content(response))
 
 

@@ -25,8 +25,7 @@ DRAFT_FILES = (
 
 
 class Counter(Protocol):
-    """A callable like `ProgressDisplay.count`: shows the number of finished items of `total`. `unit` names the
-    items."""
+    """A callable like `ProgressDisplay.count`: shows the finished items of `total`. `unit` names the items."""
 
     def __call__(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
         """A context manager that yields a function, to be called with the number of newly finished items."""
@@ -69,9 +68,8 @@ def cached_commit(name: str | Path) -> str | None:
 def draft_directory(name: str | Path) -> Path:
     """The local directory of a draft: the path itself, or the directory that a hub id was downloaded to.
 
-    A name is returned as a path, without asking the hub, if the path exists, if the name is not a valid hub id, or if
-    the path's parent is an existing directory (a local path with a typo). Raises ValueError if a hub id cannot be
-    downloaded.
+    A name is returned as a path, without asking the hub, if the path exists, the name is not a valid hub id, or the
+    path's parent exists (a local path with a typo). Raises ValueError if a hub id cannot be downloaded.
     """
     path = Path(name)
     parent_exists = path.parent != Path() and path.parent.is_dir()
@@ -140,8 +138,7 @@ def _download_if_there(repository: str, revision: str | None, file: str) -> Path
 
 
 def _snapshot(repository: str, revision: str | None, patterns: Iterable[str], size: int | None = None) -> Path:
-    """Downloads the files of a hub model that match `patterns`. Returns the local directory. `size` is the sum of the
-    files' bytes, for the progress (None: unknown)."""
+    """Downloads a hub model's files that match `patterns`. Returns the directory. `size`: sum of bytes, if known."""
     from huggingface_hub import snapshot_download
 
     options: dict[str, Any] = dict(revision=revision, allow_patterns=list(patterns))
@@ -170,8 +167,7 @@ def _counting_bar(repository: str, counter: Counter, stack: contextlib.ExitStack
             return True
 
         def update(self, n: float | None = 1) -> bool | None:
-            """Called by the downloading threads. The progress is the larger count of received bytes and of written
-            bytes."""
+            """Called by the downloading threads. Of received and written bytes, the larger count is shown."""
             nonlocal advance, shown
             with lock:
                 updated = super().update(n)
@@ -189,8 +185,7 @@ def _counting_bar(repository: str, counter: Counter, stack: contextlib.ExitStack
 
 
 def architectures(name: str | Path) -> tuple[str, ...]:
-    """The `architectures` in the config.json of a model, given by directory or hub id; () if no config.json can be
-    read."""
+    """The `architectures` in a model's config.json, by directory or hub id; () if config.json cannot be read."""
     try:
         file = Path(name) / "config.json"
         if not Path(name).is_dir():

@@ -92,8 +92,7 @@ def _is_weights(file: Path) -> bool:
 
 
 def _is_copy(file: Path, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a file has only tensors of the draft. A pickle must have all tensors of the draft, since SafeAILab's code
-    reads a pickle alone."""
+    """Whether a file has only tensors of the draft; a pickle, which SafeAILab's code reads alone, must have all."""
     try:
         if file.name == INDEX:
             return set(_read_index(file).values()) == {WEIGHTS}
@@ -115,8 +114,7 @@ def _unreadable(file: Path, error: Exception) -> ValueError:
 
 
 def _named_tensors(content: Any) -> dict[str, Tensor]:
-    """Returns a pickle's content. Raises ValueError unless the content is a dict of dense tensors, each with a storage
-    of all values."""
+    """Returns a pickle's content. Raises ValueError unless the content is a dict of complete, dense tensors."""
     if not isinstance(content, dict):
         raise ValueError(f"it holds a value of type {type(content).__name__}, not a dict of tensors")
     for name, x in content.items():

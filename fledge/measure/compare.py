@@ -23,9 +23,8 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     values that differ between the records.
 
     `show` is called with the result before the result is written to --out, so that no result is lost if the disk is
-    full. A partial result is shown and written, too, before the function raises KeyboardInterrupt, or TurnTooLong if
-    the answers have made a later turn too long for the target. Ctrl-C has no effect while a result is shown and
-    written.
+    full. A partial result is shown and written before the function raises KeyboardInterrupt, or TurnTooLong if answers
+    have made a later turn too long for the target. Ctrl-C has no effect while a result is shown and written.
     """
     if not options.target:
         raise ValueError("give --target MODEL, or --endpoint URL to measure a running server")

@@ -1,5 +1,4 @@
-"""Measures a running server: acceptance by the server's counters, speed and latency, and possible causes of a
-difference from fledge's decoder."""
+"""Measures a running server: acceptance by the server's counters, speed, latency, and causes of differences."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Asked:
 
     @property
     def mismatch(self) -> str:
-        """The difference between the server's prompt and the prompt of the target's template; empty for equal
-        prompts."""
+        """The difference between the server's prompt and the target's template's; empty for equal prompts."""
         return "" if self.ids is None else self.answer.prompt_difference(self.ids)
 
 
@@ -57,8 +55,7 @@ class Measurement:
     """The requests of a measurement, by prompt and turn, and the server's counts of these requests.
 
     If the server does not count acceptance, `acceptance` is None, `note` is the reason, and `since_start` is SGLang's
-    mean accepted length since the server's start. `mismatched` are the differences of prompts that the server tokenized
-    differently.
+    mean accepted length since the start. `mismatched` are the differences of prompts tokenized differently.
     """
 
     asked: list[list[Asked]]
@@ -129,14 +126,12 @@ async def measure(
     drafts: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Sends all prompts to a connected server, `concurrency` at a time, and reads the server's counters before and
-    after.
+    """Sends all prompts to a connected server, `concurrency` at a time, and measures by the server's counters.
 
     `template` is the target's template: with a template, prompts are compared, and SGLang gets prompts as token ids,
     since /generate alone counts acceptance by request. `histories` are the answers that later turns follow (None: the
-    server's own answers). First, `concurrency` prompts are answered briefly and not counted, to warm up. Raises
-    ValueError for a prompt that the server refuses (the message names the prompt), if the server has requests of other
-    clients meanwhile, and without `drafts` if the server drafts.
+    server's own answers). First, `concurrency` prompts are answered briefly and not counted. Raises ValueError for a
+    refused prompt (with its location), for requests of other clients, and without `drafts` if the server drafts.
     """
     asking = _Asking(client, decoding, template, seed)
     short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))
@@ -182,8 +177,7 @@ async def measure(
 
 
 class _Asking:
-    """Sends prompts to a server: as a text or token ids, as messages, or as token ids to SGLang's /generate
-    (`by_ids`)."""
+    """Sends prompts to a server: as text, token ids or messages, or as token ids to SGLang's /generate (`by_ids`)."""
 
     def __init__(self, client: Client, decoding: Decoding, template: ChatTemplate | None, seed: int | None):
         self.client, self.decoding, self.template, self.seed = client, decoding, template, seed
@@ -382,14 +376,12 @@ def tau_error(record: dict[str, Any]) -> float | None:
 
 def _variance(alpha: Sequence[float | None]) -> float:
     """The variance of a round's number of accepted tokens."""
-    # shares[k]: the share of rounds that accept more than k tokens
-    shares = list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))
+    shares = list(itertools.accumulate((a or 0.0 for a in alpha), operator.mul))  # [k]: share of more than k accepted
     return sum((2 * k + 1) * share for k, share in enumerate(shares)) - sum(shares) ** 2
 
 
 def mismatch_sentence(record: dict[str, Any]) -> str:
-    """A sentence about prompts that the server tokenized differently; empty if the server tokenized all prompts
-    alike."""
+    """A sentence about prompts that the server tokenized differently; empty if no prompt differs."""
     found = record["mismatched_prompts"]
     if not found:
         return ""

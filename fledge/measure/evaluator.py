@@ -26,8 +26,7 @@ def make_evaluator(
 ) -> Callable[[Draft], dict[str, Any]] | None:
     """A function that measures the τ of a draft, each rank on a part of the prompts. The function returns a dict with
     the `tau` of all prompts and the list `alpha` (see `measure.metrics`); an empty dict if all answers ended before the
-    first round of drafting. If some ranks hold only the target, only the target ranks measure, with a copy of rank 0's
-    draft weights.
+    first round of drafting. Ranks that hold only the target, if any, measure alone, with a copy of rank 0's draft.
 
     Returns None, after a message with the reason, if τ cannot be measured. Raises ValueError, before training starts,
     if a prompt of --eval-prompts does not fit in the target's context.

@@ -35,12 +35,10 @@ def quotients(reached: Sequence[float], passed: Sequence[float]) -> list[float |
 
 
 def chain_gains(alpha: Sequence[float | None], depth: int, draft: float, others: float) -> dict[int, float]:
-    """The decoding speed with chains of each length up to `depth` + 2, relative to `depth`, estimated from a
-    measurement at `depth`.
+    """The speed with chains of each length up to `depth` + 2, relative to `depth`, estimated at `depth`.
 
-    `draft` and `others` are the measured times of drafting and of the rest of a mean round, in the same unit. The
-    estimate takes drafting time in proportion to the length, the rest as constant, and α beyond `depth` as equal to the
-    last α.
+    `draft` and `others` are the measured times of drafting and of the rest of a mean round, in the same unit. Drafting
+    time is taken in proportion to the length, the rest as constant, and α beyond `depth` as equal to the last α.
     """
     rates = [a or 0.0 for a in alpha[:depth]]
     reached = list(accumulate([*rates, *rates[-1:] * 2], mul))

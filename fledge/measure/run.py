@@ -65,8 +65,7 @@ def evaluate(
     between batch shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before
     decoding. Raises TurnTooLong if the answers have made a later turn too long, and EvaluationStopped after an
     interrupt (Ctrl-C) if all arms have answered some requests. The records of both exceptions have `stopped`, the
-    number of planned requests. `interrupted` is called before the records are made, since a second interrupt would lose
-    the records.
+    number of planned requests. `interrupted` is called first, since a second interrupt would lose the records.
     """
     comparison = _Comparison(engines)
     for prompt in prompts:

@@ -90,8 +90,7 @@ def _check(options: EvalOptions) -> list[int]:
 
 @dataclasses.dataclass
 class _Found:
-    """The measurements of one set of prompts at one concurrency: on the server with the draft, on the `baseline`
-    without a draft, and by fledge's decoder (`own`)."""
+    """One set of prompts at one concurrency, measured with the draft, without (`baseline`) and by fledge (`own`)."""
 
     server: Server
     version: str | None
@@ -215,8 +214,7 @@ class _ServerEvaluation:
             raise ValueError(f"the server was measured, but fledge's own τ is missing: {reason}") from e
 
     def _decode(self, engine: Engine, names: dict[str, Any]) -> None:
-        """Decodes the prompts of each measurement, and sets the measurement's `own` to the figures and `names` (depth
-        and method of the draft)."""
+        """Decodes the prompts of each measurement, and sets the measurement's `own` to the figures and `names`."""
         done: dict[str, Any] = {}
         for (name, _), found in self.measured.items():
             requests = found.measurement.requests

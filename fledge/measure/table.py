@@ -54,8 +54,7 @@ def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
 
 
 def half_width(r: dict[str, Any]) -> float | None:
-    """The half width of τ's 95 % interval; None without an interval. The half width is taken above τ, since the lower
-    end of the interval is cut at 1."""
+    """The half width of τ's 95 % interval, above τ, since the lower end is cut at 1; None without an interval."""
     interval = r["tau_interval"]
     return interval[1] - r["tau"] if interval else None
 
@@ -167,8 +166,7 @@ def notices(r: dict[str, Any]) -> list[str]:
 
 
 def print_server_table(record: dict[str, Any], printer: ResultPrinter) -> None:
-    """Prints a table with one row per record, and a summary of each record. A narrow table omits columns, but never
-    τ."""
+    """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
     records = {"": record} if "tau" in record else record
     rows = records.values()
     columns = {

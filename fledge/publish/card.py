@@ -220,9 +220,8 @@ def cell(text: str) -> str:
 
 
 def card_to_push(draft: DraftFiles, file: Path, records: Sequence[str], repository: str, *, save: bool) -> str:
-    """The card in `file`, or a new card of the draft, with the measurements in records of `fledge eval`, and with the
-    commands for a repository. With `save`, the measurements are also written to `file`. Raises ValueError for a card or
-    records that cannot be used."""
+    """The card in `file`, or a new card, with the measurements in records of `fledge eval` and the commands for a
+    repository. With `save`, `file` gets the measurements, too. Raises ValueError for an unusable card or record."""
     try:
         card = file.read_text(encoding="utf-8") if file.is_file() else card_text(draft.config)
     except UnicodeDecodeError as e:

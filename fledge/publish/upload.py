@@ -61,8 +61,7 @@ def upload(
     """Uploads the files and the card to the repository `name` in one commit, and removes the files of an earlier draft.
     Returns the address of the repository or branch. Creates a missing repository or branch.
 
-    Raises ValueError for a repository with a model that is no draft, and without a login; `explained` explains the
-    hub's errors.
+    Raises ValueError for a repository of a model that is no draft, and without a login (see also `explained`).
     """
     api = HfApi(library_name="fledge", library_version=__version__)
     if get_token() is None:

@@ -146,8 +146,7 @@ def _compare_tokens(
 
 
 def _compare_number(answer: Answer, trained: _Trained, prompt: int) -> tuple[str, str]:
-    """The result of comparing an answer by the number of tokens (AS_MANY, NOT_AS_MANY or UNKNOWN), and the difference.
-    `prompt` is the number of prompt tokens."""
+    """The result of comparing numbers of tokens (AS_MANY to UNKNOWN), after `prompt` tokens, and the difference."""
     if answer.tokens is None or not trained.complete:
         return UNKNOWN, ""
     number = len(trained.ids) - prompt
@@ -194,8 +193,7 @@ class AnswerCheck:
         return 2 * self.counts[REWRITTEN] > self.compared
 
     def report(self, which: str, spaces: bool = True) -> Iterator[str]:
-        """The final messages about all comparisons. `which` follows "answers" in the messages and names the compared
-        answers; `spaces` as in `compare`."""
+        """The final messages. `which` follows "answers" and names the compared answers; `spaces` as in `compare`."""
         n, number = self.counts, self.counts[AS_MANY] + self.counts[NOT_AS_MANY]
         if self.compared:
             yield (

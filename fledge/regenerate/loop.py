@@ -262,8 +262,7 @@ class _Loop:
         )
 
     def report(self, which: str) -> None:
-        """Gives messages about compared, cut and skipped answers. `which` follows "answers" in the messages and names
-        the compared answers."""
+        """Gives messages about compared, cut and skipped answers. `which` as in `AnswerCheck.report`."""
         for line in self.check.report(which, self.answerer.keeps_rewritten):
             self.say(line)
         sentences = {
@@ -329,8 +328,7 @@ class AnswersFile:
             os.truncate(self.path, end)
 
     def _begins_row(self, line: bytes) -> bool:
-        """Whether an incomplete line is the beginning of a row: the line begins with a whole header, or, after complete
-        rows, with a part of a header."""
+        """Whether an incomplete line begins with a whole header, or, after complete rows, with a part of a header."""
         starts = (json.dumps(header, ensure_ascii=False)[:-1].encode() for header in self.headers)
         return any(line.startswith(start) or (self.done and start.startswith(line)) for start in starts)
 

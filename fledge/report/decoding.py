@@ -108,8 +108,7 @@ def rounds(records: Sequence[EvalRecord]) -> Figure:
 
 
 def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[EvalRecord]) -> Figure:
-    """A figure with the number `key` of each record as a dot with an interval. `what` names the number. {} in `caption`
-    is replaced by a sentence about the intervals."""
+    """A figure of the number `key` (named `what`) of each record, with intervals, explained at {} in `caption`."""
     found = [(r, r.number(key), r.interval(key)) for r in records]
     found = [(r, y, span) for r, y, span in found if y]
     title = f"{what} of each record" if len(records) > 1 else what

@@ -72,8 +72,7 @@ def spanned(value: float | None, interval: tuple[float, float] | None, digits: i
 
 
 def drawing(name: str, plot: Callable[..., None], *, panels: int = 1, height: float = 3.0) -> str:
-    """The SVG of the drawing that `plot` makes in the axes of the panels. `name` makes the SVG's ids unique on the
-    page."""
+    """The SVG that `plot` draws into the axes of the panels. `name` makes the SVG's ids unique on the page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure as Drawing
@@ -119,8 +118,7 @@ def legend(axes: Axes, entries: int) -> None:
 
 
 def in_legend(label: str, width: int | None = None) -> str:
-    """A label for a legend, shortened to `width` characters (None: not shortened). A label that begins with `_` gets a
-    zero-width space in front, since matplotlib leaves out labels that begin with `_`."""
+    """A label for a legend, shortened to `width` (None: whole). matplotlib leaves out labels that begin with `_`."""
     text = label.removeprefix(ZERO_WIDTH)
     text = text if width is None else shortened(text, width)
     return ZERO_WIDTH + text if text.startswith("_") else text

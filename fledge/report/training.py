@@ -147,8 +147,7 @@ def smoothed(y: Sequence[float]) -> list[float]:
 
 
 def thinned(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most about `points` points of a series: the smallest and the largest value of each of points / 2 equal
-    parts."""
+    """About `points` points of a series: the smallest and the largest value of each of points / 2 equal parts."""
     if len(x) <= points:
         return list(x), list(y)
     kept: set[int] = {0, len(x) - 1}
