@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 194,
-    "lines": 31_300,
-    "statements": 23_731,
-    "lines behind fledge train": 25_650,
-    "lines behind fledge generate": 14_840,
-    "lines behind the training loop": 8_125,
-    "lines behind the engine": 14_070,
+    "lines": 31_202,
+    "statements": 23_726,
+    "lines behind fledge train": 25_596,
+    "lines behind fledge generate": 14_820,
+    "lines behind the training loop": 8_113,
+    "lines behind the engine": 14_055,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,
