@@ -39,6 +39,7 @@ from torch.nn import functional as F
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.ops import products
+from fledge.ops.device import computed_by
 from fledge.ops.layer import add_rms_norm
 from fledge.ops.products import FEW_ROWS, linear_add_norm, norm_linear, norm_swiglu, plain_linear
 from fledge.ops.products_triton import ProductTiles, tiles_for
@@ -334,7 +335,8 @@ def sweep_one(
     best_row = library_times(matrix, weights, M, options)
     a, default = arguments(matrix, M), default_tiles(matrix, M)
     exact = by_definition(matrix, a, weights[0]).float()
-    usual = tiled(matrix, a, weights[0], default)
+    with computed_by("triton"):
+        usual = fused(matrix, a, weights[0])
     times: dict[ProductTiles, float] = {}
 
     def time_all(jobs: list, reserve: float) -> None:

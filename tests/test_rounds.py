@@ -515,7 +515,7 @@ def test_each_graph_is_on_one_device(way: str, options: dict[str, Any], monkeypa
             return work, work()
 
     # the definition reads lengths on the host
-    monkeypatch.setattr(kv_cache, "use_triton", lambda impl, q: q.is_meta)
+    monkeypatch.setattr(kv_cache, "use_triton", lambda q: q.is_meta)
     monkeypatch.setattr(
         kv_cache, "tree_attention", lambda q, *a, **k: q * 1 if q.device.type == "meta" else attention(q, *a, **k)
     )

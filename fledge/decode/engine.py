@@ -427,8 +427,10 @@ class Engine:
         """A fingerprint of where the weights of target and draft are in memory. The graphs of a kept batch read weights
         by address, so a batch can be used again only while the fingerprint is the same as when the batch was made."""
         draft = self.draft
-        at = None if draft is None else (next(draft.parameters()).data_ptr(), draft.device, draft.dtype)
-        return self.target.moves, at
+        if draft is None:
+            return (self.target.moves,)
+        # the head's address too, since a small first parameter may get the address that it had before
+        return self.target.moves, next(draft.parameters()).data_ptr(), draft.head.data_ptr(), draft.device, draft.dtype
 
     def put_back(self, batch: Batch) -> None:
         """Removes a batch's requests, complete or not. A batch with graphs is kept for later requests."""
