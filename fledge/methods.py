@@ -57,7 +57,7 @@ class Method:
     cod_rate: float = 1.0
     options: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
-    served: bool = True
+    served: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -68,6 +68,7 @@ EAGLE1 = Method(
     name="eagle1",
     title="EAGLE-1",
     paper="Li et al. 2024, arXiv:2401.15077",
+    served=True,
     architectures=("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"),  # SGLang's name, and vLLM's
     reads_layers=False,
     fuses_embedding=True,
@@ -88,6 +89,7 @@ EAGLE3 = Method(
     name="eagle3",
     title="EAGLE-3",
     paper="Li et al. 2025, arXiv:2503.01840",
+    served=True,
     architectures=("LlamaForCausalLMEagle3",),
     options=(*COD, *NORMS, "gamma"),
 )
@@ -96,6 +98,7 @@ PEAGLE = Method(
     name="peagle",
     title="P-EAGLE",
     paper="Hui et al. 2026, arXiv:2602.01469",
+    served=True,
     architectures=("LlamaForCausalLMEagle3",),
     one_pass=True,
     masks=True,

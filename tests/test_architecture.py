@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 194,
-    "lines": 31_202,
-    "statements": 23_726,
-    "lines behind fledge train": 25_596,
-    "lines behind fledge generate": 14_820,
-    "lines behind the training loop": 8_113,
-    "lines behind the engine": 14_055,
+    "lines": 31_264,
+    "statements": 23_770,
+    "lines behind fledge train": 25_657,
+    "lines behind fledge generate": 14_880,
+    "lines behind the training loop": 8_141,
+    "lines behind the engine": 14_115,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

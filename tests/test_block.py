@@ -3,6 +3,8 @@ target's own, and it is saved, loaded and checked as any other draft."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fledge import load, train_draft
+from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.decode.engine import Engine
 from fledge.decode.sources import BlockSource
 from fledge.drafts import registry
-from fledge.drafts.block import BlockDraft
+from fledge.drafts.block import BlockAttend, BlockDraft
+from fledge.drafts.draft import Draft
+from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.eagle import EagleDraft
+from fledge.drafts.layers import EAGER, Layer, Linear
+from fledge.drafts.peagle import ParallelDraft
 from fledge.drafts.weights import load_draft, save_draft
 from fledge.engines.support import ENGINES, unsupported
-from fledge.methods import METHODS
+from fledge.methods import EAGLE3, METHODS, Method
 from fledge.ops.attention_block import block_attention
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import row_pass as passes_module
@@ -120,6 +128,25 @@ def test_training_is_decoding(pair: tuple[TransformersTarget, BlockDraft], causa
     target, draft = pair
     draft.causal = causal
     assert difference(draft, target, slots) < 1e-9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_shorter_draft_is_the_start_of_the_trained_block(
+    pair: tuple[TransformersTarget, BlockDraft], causal: bool
+) -> None:
+    """Where fewer tokens are drafted than in training, the rows of the others stay: rows may see them."""
+    target, draft = pair
+    draft.causal, draft.config = causal, draft.config.with_provenance(depth=K)
+    _, features = read_alone(target, list(range(20)), layers(draft, target))
+    found = []
+    for depth in (K, 2, 1):
+        proposer = proposer_of(draft, depth=depth)
+        proposer.append(proposer.new_cache([64]))
+        found.append(proposer.source.begin(state_of(torch.arange(1, 9), features.aux_TAD[:8]))[1])
+        torch.testing.assert_close(found[-1], found[0][:, :depth], rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=f"a depth of 9 is above {K}, the tokens of a block"):
+        proposer_of(draft, depth=9)
 
 
 def other_direction(attend: Callable[..., Tensor], *args: Any, causal: bool) -> Tensor:
@@ -308,14 +335,144 @@ def test_an_unknown_method_is_named(queries: ModuleType, tmp_path: Path) -> None
         load_draft(tmp_path / "draft")
 
 
-def test_a_name_is_registered_once(queries: ModuleType) -> None:
-    registry.register(queries.QUERIES, queries.QueriesDraft)  # the same again, as when a notebook's cell runs twice
-    with pytest.raises(ValueError, match="another method named 'eagle3'"):
-        registry.register(replace(queries.QUERIES, name="eagle3"), queries.QueriesDraft)
+def test_what_cannot_work_is_not_registered(queries: ModuleType) -> None:
+    row, network = queries.QUERIES, queries.QueriesDraft
+    registry.register(replace(row, title="Queries again"), network)  # as when a notebook's cell runs twice
+    assert METHODS["queries"].title == "Queries again"
+    for wrong, kind, reason in (
+        (replace(row, name="eagle3.1"), network, "'eagle3.1' is a method of fledge"),
+        (row, Draft, "Draft must be a subclass of EagleDraft or BlockDraft"),
+        (replace(row, one_pass=False), network, "drafts a block of tokens a pass, and its method has one_pass=False"),
+        (row, EagleDraft, "drafts one token a pass, and its method has one_pass=True"),
+        (row, ParallelDraft, "reads a mask token, and its method has masks=False"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            registry.register(wrong, kind)
+
+
+def test_a_network_that_decoding_would_not_compute_is_refused() -> None:
+    """A subclass of EAGLE's networks may have other modules and initial weights, but not another computation."""
+
+    class Other(EagleDraft):
+        def draw_weights(self) -> None:
+            super().draw_weights()
+
+    class Wrong(Other):
+        def split_output(self, *given: Any) -> Any:
+            return super().split_output(*given)
+
+    target = exact_target()
+    with registered():
+        for network in (Other, Wrong):
+            registry.register(replace(EAGLE3, name="other"), network)
+            draft = tiny_draft(target, method="other")
+            if network is Other:
+                assert DraftDecoder(draft).draft is draft
+            else:
+                with pytest.raises(ValueError, match="Wrong has its own split_output, which decoding does not call"):
+                    DraftDecoder(draft)
+
+
+class Deep(BlockDraft):
+    """Two numbered layers, a row for the anchor, the final hidden state, a mask token, and the target's head."""
+
+    def build(self, config: DraftConfig) -> None:
+        E = config.hidden_size
+        self.fc = Linear(E, E, bias=False)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+
+    def initialize(self, last_layer: Any, head_VD: Tensor, embedding_VD: Tensor) -> None:
+        for p in self.parameters():
+            torch.nn.init.normal_(p, 0, 0.05) if p.dim() > 1 else p.data.fill_(1)
+
+    def block_rows(self, K: int) -> int:
+        return K + 1
+
+    def context(self, states_TAD: Tensor, position_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+        state, rotation = self.fc(states_TAD[:, 0]), self.rotary(position_T, self.dtype)
+        return [layer.self_attn._keys_values(state, rotation, EAGER) for layer in self.layers]
+
+    def block(self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend) -> Tensor:
+        N, Q = token_N.numel(), K + 1
+        token_NQ = torch.cat([token_N[:, None], token_N.new_full((N, K), self.config.mask_token_id)], 1)
+        position_NQ = position_N[:, None] + torch.arange(Q, device=position_N.device)
+        state, rotation = self.embed(token_NQ.flatten()), self.rotary(position_NQ.flatten(), self.dtype)
+        for i, layer in enumerate(self.layers):
+
+            def rows(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
+                return attend(i, *(x.unflatten(0, (N, Q)) for x in (q, k, v))).flatten(0, 1)
+
+            state, _, _ = layer(state, None, rotation, rows)
+        return state.unflatten(0, (N, Q))[:, 1:]
+
+
+DEEP = Method(
+    name="deep", title="Deep", paper="a test", architectures=("DeepDraftModel",), one_pass=True, masks=True,
+    reads_layers=False, borrows_head=True, without={"draft_vocab": "it uses the target's head"},
+)  # fmt: skip
+
+
+@pytest.fixture
+def deep() -> Iterator[None]:
+    with registered():
+        registry.register(DEEP, Deep)
+        yield
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_training_is_decoding_in_another_network(deep: None, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Deep, "causal", causal)
+    target = exact_target()
+    draft = tiny_draft(target, method="deep", mask_token_id=399, num_hidden_layers=2, num_aux_hidden_states=0)
+    assert difference(draft, target) < 1e-9 and difference(draft, target, 5) < 1e-9
+
+
+def test_another_network_is_trained_continued_checked_and_described(
+    deep: None, tmp_path: Path, fledge: Callable[..., Ran]
+) -> None:
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 40)
+    options = dict(target=str(target), data=str(chats), steps=3, max_length=64, device="cpu", eval_tokens=8, depth=K)
+    trained = train_draft(**options, out=str(tmp_path / "run"), method="deep", layers=2)
+    words = ["--target", target, "--device", "cpu"]
+    for more in (words, ["--target", target, "--files-only"]):
+        ran = fledge("check", "--draft", trained.draft, *more)
+        assert ran.code == 0 and re.search("The draft is sound|No fault found", ran.out + ran.err), ran.err
+    again = train_draft(**options, out=str(tmp_path / "again"), init_from=str(trained.draft))
+    engine = load(str(target), draft=str(again.draft), device="cpu")
+    assert_same(*both(engine, [5, 6, 7], max_new_tokens=16))
+    assert fledge("inspect", again.draft).code == 0
+    shutil.rmtree(Path(again.draft) / "fledge")  # the probe
+    ran = fledge("check", "--draft", again.draft, *words)
+    assert "has no such norm" not in ran.out + ran.err, ran.err
+    assert fledge("train", "--dry-run", *words, "--data", chats, "--method", "deep", "--steps", 2).code == 0
+    for command in ("export", "serve"):
+        given = ["--to", "vllm", "--out", tmp_path / "e"] if command == "export" else ["--target", target]
+        ran = fledge(command, "--draft", again.draft, *given)
+        assert ran.code == 2 and "does not know the method" in ran.err, ran.err
+
+
+def test_a_buffer_that_would_be_lost_is_named(deep: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Deep.build
+
+    def with_buffer(self: Deep, config: DraftConfig) -> None:
+        build(self, config)
+        self.register_buffer("scales", torch.ones(3), persistent=False)
+
+    monkeypatch.setattr(Deep, "build", with_buffer)
+    shape = dict(method="deep", mask_token_id=399, num_aux_hidden_states=0)
+    save_draft(tiny_draft(exact_target(), **shape), tmp_path / "draft", torch.float32)
+    with pytest.raises(ValueError, match=r"Deep makes buffers that are not saved \(scales\)"):
+        load_draft(tmp_path / "draft")
+
+
+def test_a_head_is_the_networks_or_the_targets(deep: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register(replace(DEEP, borrows_head=False), Deep)
+    with pytest.raises(ValueError, match="Deep has no lm_head, and its method does not borrow the target's head"):
+        tiny_draft(exact_target(), method="deep", mask_token_id=399, num_aux_hidden_states=0)
 
 
 def test_an_attention_that_a_block_lacks_is_refused(pair: tuple[TransformersTarget, BlockDraft]) -> None:
     target, draft = pair
     row = row_of([document(9, (1, 9))])
-    with pytest.raises(ValueError, match="no 'flex' attention; train it with --impl eager"):
+    with pytest.raises(ValueError, match="Queries has no 'flex' attention; train the draft with --impl eager"):
         ttt(draft, row, features_for(draft, target, row), target.logits, Objective(2), Implementation("flex"))

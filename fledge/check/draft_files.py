@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fledge.check.probe import Probe, ProbeRecord, read_probe
 from fledge.config import DraftConfig, RopeConfig
+from fledge.drafts.registry import NETWORKS
 from fledge.drafts.weights import (
     CONFIG,
     FLOATS,
@@ -29,7 +30,7 @@ from fledge.io.fields import format_value, read_json, shortened
 from fledge.io.files import read_consistent
 from fledge.io.formats import Deviation, deviations, flat_config, is_speculators, to_engine
 from fledge.io.hub import draft_directory
-from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, to_draft_names, weights_file
+from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, weights_file
 from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.interface import UNLIMITED, Target
 
@@ -137,7 +138,7 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
         return Finding("config", f"{directory / CONFIG} cannot be used: {e}", symptom, COPY)
     try:
         raw = read_tensors(weights_file(directory))
-        tensors = to_draft_names(raw, config)
+        tensors = NETWORKS[config.method].from_file(raw, config)
         config = complete_config(config, tensors, "fledge" in hf)
         meta_draft(config)
         strays = stray_weights(directory, raw)

@@ -178,7 +178,7 @@ def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> di
             text = f"if its layers are {list(moved)} in place of {list(layers)}: its ids count {kind} of layers"
             found[text] = replace(draft, config=replace(config, aux_layers=moved)), CORRECT
     for name in ("norm_before_residual", "norm_output"):
-        if not config.family.one_pass or name != "norm_output":
+        if name in config.family.options and not (config.family.one_pass and name == "norm_output"):
             value = not getattr(config, name)
             text = f"if {name} is {str(value).lower()} in place of {str(not value).lower()}"
             found[text] = replace(draft, config=replace(config, **{name: value})), CORRECT

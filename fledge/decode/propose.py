@@ -20,6 +20,7 @@ from fledge.decode.state import RoundState
 from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
 from fledge.drafts.kv_cache import KVCache
+from fledge.drafts.registry import NETWORKS
 from fledge.methods import METHODS, MOST_DEPTH, MOST_NODES, Method
 from fledge.types import Sampling, Tree, TreeShape, check_type
 
@@ -239,6 +240,11 @@ class Drafting:
         """The same drafting with the mode, depth and sizes of a draft. Raises ValueError as `for_method`."""
         trained = config.provenance.depth or DEPTH
         resolved = replace(self.for_method(config.family), depth=self.depth or trained)
+        if issubclass(NETWORKS[config.method], BlockDraft) and resolved.depth not in (AUTO, *range(trained + 1)):
+            raise ValueError(
+                f"a depth of {resolved.depth} is above {trained}, the tokens of a block in the draft's training; "
+                f"use at most {trained}"
+            )
         return replace(resolved, sizes=resolved._sizes(trained, config.family.one_pass))
 
     def _sizes(self, trained: int, one_pass: bool) -> tuple[DraftSize, ...]:

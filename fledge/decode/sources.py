@@ -341,8 +341,17 @@ class BlockSource(OnePass):
 
     draft: BlockDraft
 
+    def __init__(self, draft: BlockDraft, depth: int):
+        super().__init__(draft, depth)
+        self.trained = draft.config.provenance.depth or depth
+
     def rows(self, depth: int) -> int:
-        return self.draft.block_rows(depth)
+        return self.draft.block_rows(self._block_depth(depth))
+
+    def _block_depth(self, depth: int) -> int:
+        """The number of tokens of the block that is computed for so many levels: in a block whose rows see each other,
+        as many as in training, since a row would differ without the rows after it."""
+        return depth if self.draft.causal else self.trained
 
     @torch.inference_mode()
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
@@ -371,7 +380,8 @@ class BlockSource(OnePass):
         states = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
         self._write_context(states, fresh.position_M, fresh.slot_Bn.flatten())
         cache.keep(None, state.count_B)
-        (B,), Q = fresh.root_B.shape, draft.block_rows(K)
+        (B,), whole = fresh.root_B.shape, self._block_depth(K)
+        Q = draft.block_rows(whole)
         last_BQ = self._counts(Q).expand(B, Q) if draft.causal else fresh.root_B.new_full((B, Q), Q - 1)
         rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not draft.causal))
 
@@ -379,6 +389,6 @@ class BlockSource(OnePass):
             self._write(layer, k.flatten(0, 1), v.flatten(0, 1), rows.slot_M)
             return rows.read(layer, q.flatten(0, 1)).unflatten(0, (B, Q))
 
-        head_input_BKE = draft.block(fresh.root_B, cache.length_B, K, attend)
+        head_input_BKE = draft.block(fresh.root_B, cache.length_B, whole, attend)[:, :K]
         logits_BKW = draft.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))
         return fresh.root_B, self._said(logits_BKW)

@@ -1,4 +1,4 @@
-"""What a draft has to compute whose method drafts a block of tokens in one pass, over a context of hidden states."""
+"""The base class of drafts that predict a block of tokens in one pass over the target's hidden states."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class BlockDraft(Draft):
     """A draft that predicts the K tokens after an anchor in one pass (DFlash, arXiv:2602.06036, is one).
 
     Each verified token leaves keys and values, which `context` computes from the target's hidden states at the token.
-    A block has Q rows, which see the context strictly before the block's anchor, the token that the target has chosen
-    last, and each other: all rows of their block, or with `causal` those up to themselves. Nothing of a block is kept.
+    The anchor is the last token that the target has chosen. Each of a block's Q rows sees the context of all tokens
+    before the anchor, and rows of the block: every row, or with `causal` only the rows up to itself. The next round
+    overwrites the keys and values of a block.
 
     Training and decoding both call these functions, each with an `attend` of its own. Keys and values have
-    `config.num_key_value_heads` heads of `config.head_dim` in `config.num_hidden_layers` layers.
+    `config.num_key_value_heads` heads of `config.head_dim` in `config.num_hidden_layers` layers, in the draft's dtype.
     """
 
     causal = False

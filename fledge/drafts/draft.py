@@ -22,13 +22,20 @@ class Draft(nn.Module):
 
     A subclass is the network of a method (`fledge.drafts.registry`): `build` makes the modules, and training and
     decoding call the same forward computation. Parameters have the names of the method's checkpoint format. The
-    embedding is the target's, shared and frozen, unless `config.own_embeddings`.
+    embedding is the target's, shared and frozen, unless `config.own_embeddings`. `implementations` are the names of
+    --impl by which training can compute the network. Raises ValueError if the network has a head and its method borrows
+    the target's, or if neither is so.
     """
+
+    implementations: tuple[str, ...] = ("eager",)
 
     def __init__(self, config: DraftConfig):
         super().__init__()
         self.config, self.family = config, config.family
         self.build(config)
+        if hasattr(self, "lm_head") == self.family.borrows_head:
+            has, says = ("a", "borrows") if self.family.borrows_head else ("no", "does not borrow")
+            raise ValueError(f"{type(self).__name__} has {has} lm_head, and its method {says} the target's head")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
         self.rotary = Rotary(config)
         if config.draft_vocab_size < config.vocab_size:
@@ -40,7 +47,9 @@ class Draft(nn.Module):
         self._shared_from: list[weakref.ref[Tensor]] = []  # the target's own tensors
 
     def build(self, config: DraftConfig) -> None:
-        """Makes the network's modules and parameters. A network without a `lm_head` uses the target's head."""
+        """Makes the network's modules and parameters, on the current device, which is "meta" where a draft is loaded: a
+        buffer that is not saved must be made under `with torch.device("cpu")`. A network has a `lm_head` unless its
+        method borrows the target's head."""
         raise NotImplementedError
 
     def initialize(self, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:

@@ -1,6 +1,6 @@
 """A draft's forward pass in decoding, in the same fused operations as a native target's (`drafts/decode_layer.py`).
 
-`Draft.forward`, which training runs, is the definition: both compute the same values up to rounding.
+`EagleDraft.forward`, which training runs, is the definition: both compute the same values up to rounding.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from fledge.drafts.compiled_layers import CompiledLayers, Joined, layers_of
 from fledge.drafts.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
-from fledge.drafts.draft import Draft
+from fledge.drafts.eagle import EagleDraft
+from fledge.drafts.eagle1 import Eagle1Draft
 from fledge.drafts.kv_cache import CacheRows, KVCache
 from fledge.drafts.layers import EAGER, Compute
+from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.compiled import MOST_ROWS, CompiledWeight
 from fledge.ops.device import has_kernels
 from fledge.ops.layer import add_rms_norm, join_embedding, rms_norm
@@ -32,7 +34,8 @@ class DraftDecoder:
     to another device or dtype needs a new decoder too.
     """
 
-    def __init__(self, draft: Draft):
+    def __init__(self, draft: EagleDraft):
+        _check_network(type(draft))
         self.draft, config = draft, draft.config
         self.shape = LayerShape(
             heads=config.num_attention_heads,
@@ -59,7 +62,7 @@ class DraftDecoder:
         self.compute = Compute("triton") if has_kernels(draft.device, draft.dtype) else EAGER
 
     def fuse(self, aux_TAD: Tensor) -> Tensor:
-        """See `Draft.fuse`. On a CPU, the norms of all layers' states are computed together."""
+        """See `EagleDraft.fuse`. On a CPU, the norms of all layers' states are computed together."""
         draft, config = self.draft, self.draft.config
         if not (aux_TAD.is_cpu and draft.family.reads_layers):
             return draft.fuse(aux_TAD, self.compute)
@@ -92,9 +95,10 @@ class DraftDecoder:
         self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
         asked: CachedRows | None = None, row_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """One draft step of M rows, as `Draft.step`. Returns the last layer's output [Q, E] at the queries of `asked`
-        (None: at all rows); earlier layers compute all rows. With `row_M` (int64), row m has the state `row_M[m]`, of
-        any number of states. Also returns the norm of the output if computed on the way, for `predict`; else None."""
+        """One draft step of M rows, as `EagleDraft.step`. Returns the last layer's output [Q, E] at the queries of
+        `asked` (None: at all rows); earlier layers compute all rows. With `row_M` (int64), row m has the state
+        `row_M[m]`, of any number of states. Also returns the norm of the output if computed on the way, for `predict`;
+        else None."""
         last, normed_ME = len(self.layers) - 1, None
         queries = asked or attend
         if self.compiled and (not last or queries is attend) and self.compiled.takes(queries.rows, token_M.numel()):
@@ -145,7 +149,7 @@ class DraftDecoder:
 
     def predict(self, out_SE: Tensor, normed_SE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The input state of the next step [S, E] and the logits [S, W] from the two results of `step`, as
-        `Draft.split_output` and `Draft.logits`."""
+        `EagleDraft.split_output` and `Draft.logits`."""
         draft = self.draft
         if draft.family.borrows_head:
             return out_SE, plain_linear(out_SE, self.head)
@@ -178,3 +182,14 @@ class DraftDecoder:
         gains = w.input_norm, draft.midlayer.hidden_norm.weight, w.shape.eps
         x_M2E, state_ME = join_embedding(token_M, state_ME, self.embedding, *gains, row_M=row_M)
         return x_M2E, x_M2E[:, E:] if draft.config.norm_before_residual else state_ME
+
+
+def _check_network(kind: type) -> None:
+    """Raises ValueError for a network that computes something else than `DraftDecoder`."""
+    known = next((k for k in kind.__mro__ if k in (EagleDraft, Eagle1Draft, ParallelDraft)), kind)
+    computed = ("forward", "step", "fuse", "split_output", "mask_inputs", "_layer_input")
+    if other := [name for name in computed if getattr(kind, name, None) is not getattr(known, name, None)]:
+        raise ValueError(
+            f"{kind.__name__} has its own {' and '.join(other)}, which decoding does not call: it computes those of "
+            f"{known.__name__} in fused operations; derive the network from BlockDraft, or leave them as they are"
+        )

@@ -39,6 +39,8 @@ class EagleDraft(Draft):
     Parameters have the names of the checkpoint format that vLLM and SGLang read.
     """
 
+    implementations = ("eager", "flex", "triton")
+
     def build(self, config: DraftConfig) -> None:
         D, A = config.target_hidden_size, config.num_aux_hidden_states
         if config.norm_before_fc:

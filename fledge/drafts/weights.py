@@ -221,7 +221,14 @@ class DraftFiles:
 
 def build_draft(config: DraftConfig, tensors: Mapping[str, Tensor]) -> Draft:
     """A draft in eval mode on the CPU, in float32, with the tensors as its state dict."""
-    draft = meta_draft(config).to_empty(device="cpu")
+    draft = meta_draft(config)
+    saved = draft.state_dict()
+    if lost := [name for name, x in draft.named_buffers() if x.is_meta and name not in saved]:
+        raise ValueError(
+            f"{type(draft).__name__} makes buffers that are not saved ({', '.join(lost)}); make them under "
+            'torch.device("cpu"), or save them'
+        )
+    draft = draft.to_empty(device="cpu")
     draft.load_state_dict(tensors)
     return draft.to(dtype=torch.float32).eval()
 

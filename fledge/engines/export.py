@@ -142,7 +142,7 @@ LAYOUTS: dict[str, Callable[[DraftFiles, TargetName | None], Files]] = {
 
 
 def _flat(draft: DraftFiles) -> dict[str, Any]:
-    return draft.config.to_hf(dtype_name(draft.tensors["fc.weight"].dtype))
+    return draft.config.to_hf(dtype_name(next(x.dtype for x in draft.tensors.values() if x.is_floating_point())))
 
 
 def _differences(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fledge.ops.device import at_least_float32
 
-BLOCKS = 64  # that are computed together: the scores for all keys are held for these
+BLOCKS = 64  # blocks at a time, which bounds the memory of the scores
 
 
 def block_attention(
@@ -30,8 +30,8 @@ def block_attention(
         q = at_least_float32(q_NQHd[part]).unflatten(2, (G, H // G))
         own_k, own_v = at_least_float32(k_NQGd[part]), at_least_float32(v_NQGd[part])
         k, v = at_least_float32(context_k_PGd[first:last]), at_least_float32(context_v_PGd[first:last])
-        token = torch.arange(first, last, device=q.device)
-        seen_nP = (start_N[part, None] <= token) & (token < end_N[part, None])
+        token = torch.arange(first, last)
+        seen_nP = ((start_N[part, None] <= token) & (token < end_N[part, None])).to(q.device)
         scores = torch.cat(
             [
                 torch.einsum("nqgrd,pgd->nqgrp", q, k).masked_fill(~seen_nP[:, None, None, None], float("-inf")),

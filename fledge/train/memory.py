@@ -314,7 +314,7 @@ def step_bytes(work: Work, impl: Implementation, device: str) -> int:
     slots, chunks = max(n * sum(work.slots) // live, 1), -(-live // n)  # slots of a chunk at all steps together
 
     # the head's gradient is summed in float32, and other gradients also after a number of chunks
-    head = 0 if config.family.borrows_head else draft.lm_head.weight.numel()
+    head = 0 if config.family.borrows_head else draft.head.numel()
     each = width * (chunks > 1) + 4 * (chunks > GradientSums.CHUNKS + 1)
     gradients = 4 * head + each * (work.trained - head) + GRADIENT_SUM_BYTES * work.trained * (work.rows > 1)
 

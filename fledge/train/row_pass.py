@@ -212,27 +212,24 @@ class BlockPass(RowPass):
     """A block of K tokens from every slot, in one pass (`BlockDraft`). Attention is computed in plain torch."""
 
     def first_pass(self, states_TAD: Tensor) -> FirstPass:
-        if self.implementation.attention != "eager":
-            raise ValueError(
-                f"a {self.draft.family.title} draft has no {self.implementation.attention!r} attention; train it with "
-                "--impl eager"
-            )
+        if (asked := self.implementation.attention) not in self.draft.implementations:
+            raise ValueError(f"{self.draft.family.title} has no {asked!r} attention; train the draft with --impl eager")
         (position,) = to_device([self.row.position_T.long()], self.draft.device)
         return FirstPass(0, states_TAD[:, 0, :0], self.draft.context(states_TAD, position))
 
     def steps(self, first: FirstPass, slots: list[Tensor], needed_P: Tensor, rows: list[Tensor]) -> Steps:
-        draft, anchors = self.draft, slots[0]
-        token, position = step_inputs(self.row, anchors, 0)
-        document = torch.searchsorted(self.document_starts, anchors, right=True) - 1
-        at = [torch.searchsorted(anchors, t) for t in slots]
-        given = [token, position + 1, self.document_starts[document] - first.start, anchors + 1 - first.start, *at]
-        token, position, start, end, *at = to_device([x.long() for x in given], draft.device)
+        draft, anchor_N = self.draft, slots[0]
+        document_N = torch.searchsorted(self.document_starts, anchor_N, right=True) - 1
+        start_N, end_N = self.document_starts[document_N] - first.start, anchor_N + 1 - first.start  # on the CPU
+        token_N, position_N = step_inputs(self.row, anchor_N, 0)
+        among = [torch.searchsorted(anchor_N, t) for t in slots]  # each step's slots among the anchors
+        token_N, position_N, *among = to_device([token_N.long(), position_N.long() + 1, *among], draft.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return block_attention(q, k, v, *first.keys[layer], start, end, causal=draft.causal)
+            return block_attention(q, k, v, *first.keys[layer], start_N, end_N, causal=draft.causal)
 
-        block_NKE = draft.block(token, position, len(slots), attend)
-        head_inputs = [block_NKE[:, k].index_select(0, rows) for k, rows in enumerate(at)]
+        block_NKE = draft.block(token_N, position_N, len(slots), attend)
+        head_inputs = [block_NKE[:, k].index_select(0, at_S) for k, at_S in enumerate(among)]
         return Steps(head_inputs, head_inputs)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from fledge.config import DraftConfig
 from fledge.data.read import check_source, with_columns
 from fledge.data.sources import modes_of
+from fledge.drafts.registry import NETWORKS
 from fledge.drafts.weights import read_draft_config
 from fledge.io.fields import parse_dtype
 from fledge.io.http import refuse_credentials
@@ -140,7 +141,7 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         check_source(options.eval_prompts, "--eval-prompts")
     if options.log and importlib.util.find_spec(options.log) is None:
         raise ValueError(f"--log {options.log} needs a package that is not installed: pip install {options.log}")
-    device, impl = _device_and_impl(options, imagined)
+    device, impl = _device_and_impl(options, choice.method, imagined)
     target = options.target or features.manifest.target
     return Recipe(
         options=replace(options, target=target, device=device, impl=impl),
@@ -288,14 +289,17 @@ def _objective(options: ObjectiveOptions, method: Method, depth: int) -> Objecti
     )
 
 
-def _device_and_impl(options: TrainOptions, imagined: bool) -> tuple[str, str]:
+def _device_and_impl(options: TrainOptions, method: Method, imagined: bool) -> tuple[str, str]:
     """The device and the implementation of the training step."""
     dtype = parse_dtype(options.dtype)
     device = "cuda" if imagined else resolve_device(options.device)
     if device == "cuda" and started_by_torchrun():
         device = f"cuda:{local_rank()}"
     gpu, triton = device.startswith("cuda"), imagined or importlib.util.find_spec("triton") is not None
-    impl = options.impl or ("triton" if gpu and triton else "eager")
+    able = NETWORKS[method.name].implementations
+    impl = options.impl or ("triton" if gpu and triton and "triton" in able else "eager")
+    if impl not in able:
+        raise ValueError(f"--impl {impl}: {method.title} has {' and '.join(able)} only; leave --impl out")
     if gpu and impl != "eager" and not triton:
         raise ValueError(
             f"--impl {impl} needs the package triton, which is not installed; install it, or use --impl eager"
