@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fledge.config import Provenance, RopeConfig
+from fledge.drafts.eagle import EagleDraft
+from fledge.drafts.registry import register
 from fledge.engines.support import ENGINES, LIMITS, TITLES, minimum_version, unsupported
+from fledge.methods import EAGLE3
 from support.drafts_on_disk import HEADS, D, V, config
+from support.methods import registered
 
 LLAMA3 = RopeConfig("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                     original_max_position_embeddings=64)  # fmt: skip
@@ -60,11 +66,11 @@ def test_engines_support_what_they_compute_as_trained(case, engine):
 
 
 def test_each_limit_is_tried():
-    """Some case above has each limit."""
-    tried = set()
-    for changes, _ in CASES.values():
-        draft = config(**changes)
-        tried |= {i for i, limit in enumerate(LIMITS) if limit.applies(draft)}
+    """Some case above, or a draft of a method that engines do not know, has each limit."""
+    with registered():
+        register(replace(EAGLE3, name="unknown", served=False), EagleDraft)
+        drafts = [config(method="unknown"), *(config(**changes) for changes, _ in CASES.values())]
+        tried = {i for draft in drafts for i, limit in enumerate(LIMITS) if limit.applies(draft)}
     assert tried == set(range(len(LIMITS)))
 
 
