@@ -1,5 +1,5 @@
-"""A block draft, whose method is the single file of docs/adding-a-method.md: it trains as it decodes, its text is the
-target's own, and it is saved, loaded and checked as any other draft."""
+"""Block drafts, by the method of docs/adding-a-method.md and by another network: training computes what decoding
+computes, the text is the target's own, and drafts are saved, loaded and checked."""
 
 from __future__ import annotations
 

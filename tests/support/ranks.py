@@ -20,8 +20,8 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from fledge.train.ranks import Ranks, connected
 
-_OPEN: list[Any] = []  # files for the stacks of this process, if a signal ends it
-# imported once, by the process that all others are forked from
+_OPEN: list[Any] = []  # open files, to which a process that a signal ends writes its stacks
+# modules that the server imports, of which all test processes are forks
 PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "fledge.targets.loading", "fledge.train.trainer"]
 
 
