@@ -20,8 +20,9 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 
 from fledge.train.ranks import Ranks, connected
 
-_OPEN: list[Any] = []  # open files, to which a process that a signal ends writes its stacks
-# modules that the server imports, of which all test processes are forks
+_OPEN: list[Any] = []  # keeps the file open into which faulthandler writes the stacks of a killed process
+
+# imported once, by the server that forks all test processes
 PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "fledge.targets.loading", "fledge.train.trainer"]
 
 
