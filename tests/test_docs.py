@@ -107,6 +107,7 @@ def test_every_link_leads_somewhere(page):
         path, _, anchor = url.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links to {url}, which does not exist"
+        assert target.is_file() or page.name == "README.md", f"{page.name} links to {url}: the site has no folders"
         if anchor:
             assert anchor in anchors_of(target), (
                 f"{page.name} links to {url}; its anchors are {sorted(anchors_of(target))}"
