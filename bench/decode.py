@@ -52,6 +52,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from fledge.config import DraftConfig
 from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import save_draft
@@ -121,7 +122,7 @@ def main() -> None:
             device = options.draft_device or options.device
             draft = None if overrides is None else random_draft(target, options.shape, overrides, device)
             if "fledge" in options.engine:
-                engine = Engine(target, draft, **drafting)
+                engine = load(target, draft, **drafting)
                 devices = 1 if draft is None or draft.device == target.device else 2
                 for (context, batch), name in itertools.product(sizes, options.sampling):
                     row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": devices}

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from fledge.commands import train
-from fledge.decode.engine import Engine, load
+from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.io.display import ProgressDisplay
 from fledge.io.machine import environment
 from fledge.measure.metrics import alpha, alpha_text, tau

@@ -39,7 +39,7 @@ from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.targets.loading import load_target
-from fledge.types import Tree
+from fledge.types import Prompt, Tree
 
 TOKENS = (1, 4, 6)
 TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16}
@@ -73,7 +73,7 @@ def main() -> None:
         expected = torch.cat([target.model(torch.tensor([p])).logits[0] for p in prompts])
 
     cache = target.new_cache([size])
-    target.prefill([prompt], cache)
+    target.prefill([Prompt(prompt)], cache)
     engines = {"fledge": lambda tokens, repeats: fledge_seconds(target, cache, tokens, repeats)}
     checks, rows, spawn = {}, [], multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, spawn, start, (options.threads,)) as process:

@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fledge.decode.engine import Completion, Engine, load
+from fledge.decode.engine import Completion, Engine
+from fledge.decode.load import load
 from fledge.decode.prepare import prepare
 from fledge.io.machine import environment, resolve_device
 from fledge.measure.metrics import paused, tau
@@ -97,7 +98,7 @@ def measure(
     engine: Engine, prompts: list[Any], options: dict[str, Any], drafts: bool, repeats: int, seconds: float
 ) -> dict[str, Any]:  # fmt: skip
     """The row of a set of prompts; with `drafts` False, of decoding without the draft beside itself."""
-    tokens = max(len(engine.template.prompt_ids(p)) for p in prompts) + options["max_new_tokens"]
+    tokens = max(len(engine.reader.template.prompt_ids(p)) for p in prompts) + options["max_new_tokens"]
     sampling = Sampling(temperature=options["temperature"])
     prepare([(engine, True), (engine, False)], options["batch"], tokens=tokens, sampling=sampling)
     for _ in range(2):

@@ -49,7 +49,7 @@ from typing import Any
 from fledge.check.probe import read_probe
 from fledge.commands.serve import ServeOptions, command_of
 from fledge.data.template import ChatTemplate
-from fledge.decode.engine import load
+from fledge.decode.load import load
 from fledge.decode.request import Completion
 from fledge.drafts.weights import read_draft_config
 from fledge.engines.client import Answer, Client, Decoding

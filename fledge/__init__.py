@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fledge.commands.train import TrainedDraft, train_draft
-    from fledge.decode.engine import Engine, load
+    from fledge.decode.engine import Engine
+    from fledge.decode.load import load
     from fledge.decode.request import Completion, Request
     from fledge.targets.interface import Target
     from fledge.targets.loading import load_target
-    from fledge.types import Sampling, TreeShape
+    from fledge.types import Prompt, Sampling, TreeShape
 
 __version__ = "0.1.0"
 __all__ = [
     "Completion",
     "Engine",
+    "Prompt",
     "Request",
     "Sampling",
     "Target",
@@ -39,12 +41,13 @@ __all__ = [
 _MODULES = {
     "Completion": "fledge.decode.request",
     "Engine": "fledge.decode.engine",
+    "Prompt": "fledge.types",
     "Request": "fledge.decode.request",
     "Sampling": "fledge.types",
     "Target": "fledge.targets.interface",
     "TrainedDraft": "fledge.commands.train",
     "TreeShape": "fledge.types",
-    "load": "fledge.decode.engine",
+    "load": "fledge.decode.load",
     "load_target": "fledge.targets.loading",
     "train_draft": "fledge.commands.train",
 }

@@ -154,6 +154,23 @@ class RowSums:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """What a target reads before it answers. `ids`: the token ids.
+
+    Input that is not a token, such as an image, would be another field, which only readers and targets know.
+    """
+
+    ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, first: int, end: int) -> Prompt:
+        """The tokens from `first` to `end`."""
+        return Prompt(self.ids[first:end])
+
+
+@dataclass(frozen=True)
 class Sampling:
     """Sampling parameters. The defaults decode greedily.
 

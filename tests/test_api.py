@@ -22,8 +22,8 @@ from support.runs import recipe_of, write_recipe
 from support.targets import tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
 
 PUBLIC = {
-    "Completion", "Engine", "Request", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__", "load",
-    "load_target", "train_draft",
+    "Completion", "Engine", "Prompt", "Request", "Sampling", "Target", "TrainedDraft", "TreeShape", "__version__",
+    "load", "load_target", "train_draft",
 }  # fmt: skip
 CHAT = [{"role": "user", "content": "the young bird"}]
 IDS = [5, 200, 77, 31]
@@ -32,7 +32,7 @@ IDS = [5, 200, 77, 31]
 @pytest.fixture(scope="module")
 def engine() -> api.Engine:
     target = tiny_target(dtype=torch.float64)
-    return api.Engine(target, tiny_draft(target), depth=3)
+    return api.load(target, tiny_draft(target), depth=3)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_sampling_may_be_given_by_its_fields(engine: api.Engine) -> None:
 
 
 def test_options_of_other_methods_are_named() -> None:
-    engine = api.Engine(tiny_target())
+    engine = api.load(tiny_target())
     for call, options in (
         (engine.stream, dict(batch=4)),
         (engine.generate, dict(answered=print)),
@@ -104,10 +104,21 @@ def test_options_of_other_methods_are_named() -> None:
         engine.generate(IDS, into=5)
 
 
+def test_a_prompt_is_read_once_and_answered_as_its_text(engine: api.Engine) -> None:
+    for asked in ("the young bird", CHAT):
+        prompt = engine.reader.read(asked)
+        assert isinstance(prompt, api.Prompt) and len(prompt) > 2
+        assert engine.generate(prompt, max_new_tokens=5).tokens == engine.generate(asked, max_new_tokens=5).tokens
+    both = engine.generate([prompt, "the young bird"], max_new_tokens=5)
+    assert len(both) == 2 and both[0].tokens == engine.generate(CHAT, max_new_tokens=5).tokens
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.generate(api.Prompt([]))
+
+
 def test_an_unknown_option_of_drafting_is_named_before_a_target_is_loaded(tmp_path) -> None:
-    for load in (lambda **o: api.load(tmp_path / "none", **o), lambda **o: api.Engine(tiny_target(), **o)):
+    for target in (tmp_path / "none", tiny_target()):
         with pytest.raises(TypeError, match="modes is not an option of drafting; the options are depth, mode, "):
-            load(modes="tree")
+            api.load(target, modes="tree")
 
 
 SEVERAL: dict[str, Any] = {
@@ -214,10 +225,12 @@ def test_more_options_of_the_wrong_type(engine: api.Engine) -> None:
             engine.generate(asked, batch="4")
         with pytest.raises(ValueError, match="batch is -1; it must be at least 1"):
             engine.generate(asked, batch=-1)
-    with pytest.raises(TypeError, match=r"target must be a loaded fledge\.Target .*not a value of type str"):
-        api.Engine("path/to/target")
-    with pytest.raises(TypeError, match=r"draft must be a loaded draft .*not a value of type str"):
-        api.Engine(engine.target, "path/to/draft")
+    with pytest.raises(
+        TypeError, match="draft must be the directory of a draft, or a loaded draft, not a value of type int"
+    ):
+        api.load(engine.target, 5)
+    with pytest.raises(ValueError, match=r"this draft is loaded already: move it with draft\.to"):
+        api.load(engine.target, engine.draft, draft_device="cpu")
 
 
 def test_request_numbers_and_top_k_of_any_integer_type(engine: api.Engine) -> None:
@@ -239,7 +252,7 @@ def test_what_could_not_be_answered_is_refused_when_called(engine: api.Engine) -
     used = engine.generate(IDS, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"into has an answer already; give a new fledge\.Completion"):
         engine.generate(IDS, into=used)
-    tree = api.Engine(engine.target, engine.draft, mode="tree")
+    tree = api.load(engine.target, engine.draft, mode="tree")
     with pytest.raises(ValueError, match="sampled drafts need a chain"):
         tree.stream(IDS, temperature=1.0, draft="sample")
     assert len(tree.generate(IDS, temperature=1.0, draft="sample", speculate=False, max_new_tokens=2).tokens) == 2
@@ -284,14 +297,14 @@ def test_a_target_with_a_table_of_positions_keeps_some_for_the_draft(engine: api
 )
 def test_drafting_out_of_range(drafting: dict[str, Any], error: type[Exception], words: str, engine: api.Engine):
     with pytest.raises(error, match=words):
-        api.Engine(engine.target, engine.draft, **drafting)
+        api.load(engine.target, engine.draft, **drafting)
 
 
 def test_options_of_drafting_need_a_draft(engine: api.Engine, tmp_path: Path) -> None:
-    for make in (lambda **o: api.Engine(engine.target, **o), lambda **o: api.load(tmp_path / "none", **o)):
+    for target in (engine.target, tmp_path / "none"):
         with pytest.raises(ValueError, match="depth and mode has no effect without a draft; give draft="):
-            make(depth="auto", mode="tree")
-    assert api.Engine(engine.target, depth=None, confidence=0.0).draft is None
+            api.load(target, depth="auto", mode="tree")
+    assert api.load(engine.target, depth=None, confidence=0.0).draft is None
     with pytest.raises(ValueError, match="draft_device= has no effect without a draft; give draft="):
         api.load(tmp_path / "none", draft_device="cpu")
 
@@ -346,7 +359,7 @@ def test_an_answer_has_its_tau_and_objects_are_shown_in_a_line(engine: api.Engin
     shown = f"<Completion {answer.text!r}, {len(answer.tokens)} tokens, {answer.finish}, <Trace of {len(rounds)} round"
     assert repr(answer).startswith(shown) and f", τ {answer.trace.tau:.2f}, " in repr(answer)
     assert repr(engine) == "<Engine of <TransformersTarget 'tiny llama' in float64 on cpu>, draft: EAGLE-3, chain>"
-    alone = api.Engine(engine.target)
+    alone = api.load(engine.target)
     assert repr(alone).endswith(", draft: none>")
     nothing = api.Completion()
     assert nothing.trace.tau == 0.0 and "not ended, <Trace of 0 rounds" in repr(nothing)
@@ -370,13 +383,11 @@ def test_models_that_cannot_be_used_are_refused(made: Path, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="tokenizer= goes with a loaded model; a target's directory has its own"):
         api.load(made / "target", tokenizer=tiny_tokenizer())
     with pytest.raises(
-        TypeError, match=r"target must be a directory, a hub id, a transformers model or a fledge\.Target, not"
+        TypeError, match=r"target must be a directory, a hub id, a transformers model or a fledge\.Target that"
     ):
         api.load(None)
-    with pytest.raises(TypeError, match="draft must be the directory of a draft, not a value of type EagleDraft"):
-        api.load(made / "target", draft=tiny_draft(tiny_target()))
     with pytest.raises(ValueError, match="fledge needs a fast tokenizer"):
-        api.Engine(tiny_target(tokenizer=False))
+        api.load(tiny_target(tokenizer=False))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.kv_cache import TreeRows
 from fledge.ops.attention_prompt import additive_mask, grouped_attention, heads_as_rows, prepare_mask
 from fledge.targets.attention import MAX_QUERIES, attend
 from fledge.targets.interface import Cache, DecodingTarget
-from fledge.types import Tree
+from fledge.types import Prompt, Tree
 from support.mutations import replace_function
 from support.targets import tiny_draft, tiny_target
 
@@ -35,7 +35,7 @@ def case(requests: int, queries: int, keys: int, heads: int, key_heads: int) -> 
 def prefilled(target: DecodingTarget, prompt: list[int]) -> Cache:
     """A cache that holds a prompt."""
     cache = target.new_cache([len(prompt) + 8])
-    target.prefill([prompt], cache)
+    target.prefill([Prompt(prompt)], cache)
     return cache
 
 
@@ -83,7 +83,7 @@ def test_a_mask_is_prepared_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> No
     replace_function(
         monkeypatch, TreeRows, "__init__", lambda begin, *of, **more: made.append(of) or begin(*of, **more)
     )
-    Engine(target, draft, depth=1).generate([1, 2, 3], max_new_tokens=2)
+    load(target, draft, depth=1).generate([1, 2, 3], max_new_tokens=2)
     assert len(made) == 2
 
 
@@ -178,7 +178,7 @@ def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.M
     """On a GPU, masks repeat each row for every head that shares a key. With such masks, here on the CPU, a target
     gives the same logits and an engine the same answers."""
     target = tiny_target(family, dtype=torch.float64)
-    ours = Engine(target, tiny_draft(target), mode="tree", nodes=9, width=3)
+    ours = load(target, tiny_draft(target), mode="tree", nodes=9, width=3)
     tree, prompts = Tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]), 1), [[1, 2, 3], [7, 8, 9, 10, 11]]
     expected = []
     for given in (Tree.chain(tree.token_BN), tree):

@@ -24,6 +24,7 @@ from fledge.decode import scheduler
 from fledge.decode.batch import Batch
 from fledge.decode.draft_size import NOTHING
 from fledge.decode.engine import Completion, Engine
+from fledge.decode.load import load
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
 from fledge.drafts import kv_cache
@@ -33,7 +34,7 @@ from fledge.targets.cache import GrowingLayer, TargetCache
 from fledge.targets.native import NativeTarget
 from fledge.targets.parts import ModelTarget
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Sampling, Verdict
+from fledge.types import Prompt, Sampling, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, prompts
 from support.mutations import replace_function
 from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, SLIDING, exact_target, tiny_draft, tiny_target
@@ -62,7 +63,7 @@ def answers(way: str | None, batch: int | None, native: bool) -> list[Completion
     """The answers to prompts of several lengths, which end at different times: with a draft, or without (None), and
     together, or each alone (None)."""
     target, draft, asked = good_pair(native=native)
-    engine = Engine(target, draft, **WAYS[way]) if way else Engine(target)
+    engine = load(target, draft, **WAYS[way]) if way else load(target)
     asked, options = [*asked, *prompts(4, seed=5)], dict(max_new_tokens=25)
     return alone(engine, asked, **options) if batch is None else engine.generate_all(asked, batch=batch, **options)
 
@@ -85,7 +86,7 @@ def test_each_answer_is_as_alone(way: str, batch: int, native: bool) -> None:
 @pytest.mark.parametrize("way", ["chain", "tree"])
 def test_sliding_windows(kind: str, way: str, native: bool) -> None:
     target = tiny_target(dtype=torch.float64, native=native, **SLIDING[kind])
-    engine = Engine(target, tiny_draft(target), **WAYS[way])
+    engine = load(target, tiny_draft(target), **WAYS[way])
     asked = [(p * 8)[:n] for p, n in zip(prompts(5, seed=3), (3, 40, 17, 60, 1), strict=True)]
     for a, b in zip(
         engine.generate_all(asked, max_new_tokens=20), alone(engine, asked, max_new_tokens=20), strict=True
@@ -99,7 +100,7 @@ def test_sliding_windows(kind: str, way: str, native: bool) -> None:
 def test_sampled(name: str, way: str, memory: bool, native: bool) -> None:
     """Each request has its own random draws, and its logits processors see its own prefix."""
     target, draft, asked = good_pair(native=native)
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     sampling = [Sampling(**SAMPLINGS[name], processors=(Remembers(),) if memory else ()) for _ in range(9)]
     together = engine.generate_all(asked, max_new_tokens=20, sampling=sampling[-1], batch=4)
     for i, (p, done) in enumerate(zip(asked, together, strict=True)):
@@ -113,7 +114,7 @@ def test_each_has_its_own_sampling(confidence: float, draft_rule: str, memory: b
     """Greedy and sampled requests, with and without filters, penalties and processors, are decoded together as alone,
     in batches whose members change."""
     target, draft, asked = good_pair(native=native)
-    engine = Engine(target, draft, depth=4, confidence=confidence)
+    engine = load(target, draft, depth=4, confidence=confidence)
 
     def samplings() -> list[Sampling]:
         several = [{}, *SAMPLINGS.values()]
@@ -134,7 +135,7 @@ def test_each_has_its_own_sampling(confidence: float, draft_rule: str, memory: b
 
 def test_samplings_that_do_not_fit() -> None:
     target, draft, asked = good_pair()
-    engine, drawn = Engine(target, draft, depth=4), Sampling(temperature=1.0, draft="sample")
+    engine, drawn = load(target, draft, depth=4), Sampling(temperature=1.0, draft="sample")
     with pytest.raises(ValueError, match="sampling has 2 values for 3 prompts; give one for all prompts, or a list"):
         engine.generate(asked[:3], sampling=[Sampling()] * 2)
     with pytest.raises(ValueError, match="request has 4 values for 3 prompts; give the first prompt's number, or a"):
@@ -149,7 +150,7 @@ def test_samplings_that_do_not_fit() -> None:
         engine.generate(asked[:2], sampling=[Sampling()] * 2, temperature=1.0)
     with pytest.raises(TypeError, match=r"sampling must be a fledge\.Sampling, not a value of type list"):
         engine.generate(asked[0], sampling=[Sampling()])
-    tree = Engine(target, draft, mode="tree", depth=3, nodes=9)
+    tree = load(target, draft, mode="tree", depth=3, nodes=9)
     with pytest.raises(ValueError, match="sampled drafts need a chain"):
         tree.generate(asked[:2], sampling=[Sampling(draft="sample"), drawn])
 
@@ -159,7 +160,7 @@ def test_samplings_that_do_not_fit() -> None:
 def test_sampled_drafts(confidence: float, native: bool) -> None:
     """With sampled drafts, each request has its own draws, for draft and target, also if chain lengths differ."""
     target, draft, asked = good_pair(native=native)
-    engine = Engine(target, draft, depth=4, confidence=confidence)
+    engine = load(target, draft, depth=4, confidence=confidence)
     options = dict(max_new_tokens=25, sampling=Sampling(temperature=0.8, draft="sample", seed=3))
     together, one = engine.generate_all(asked, batch=5, **options), alone(engine, asked, **options)
     assert [c.tokens for c in together] == [c.tokens for c in one]
@@ -169,7 +170,7 @@ def test_sampled_drafts(confidence: float, native: bool) -> None:
 def test_stops() -> None:
     """Each request ends at its own stop token or stop string, while the others continue."""
     target, draft, asked = good_pair()
-    engine = Engine(target, draft, depth=4)
+    engine = load(target, draft, depth=4)
     free = engine.generate_all(asked, max_new_tokens=30)
     words = [c.text[len(c.text) // 2 :][:2] for c in free]
     options = dict(max_new_tokens=30, stop=[w for w in words[:2] if w])
@@ -186,7 +187,7 @@ def test_stops() -> None:
 def test_any_prompts(asked: list[list[int]], batch: int, new: int, tree: bool, native: bool) -> None:
     target = exact_target(native)
     how = dict(mode="tree", nodes=9, width=3) if tree else {}
-    engine = Engine(target, tiny_draft(target, draft_vocab_size=150), depth=3, **how)
+    engine = load(target, tiny_draft(target, draft_vocab_size=150), depth=3, **how)
     options = dict(max_new_tokens=new)
     for a, b in zip(engine.generate_all(asked, batch=batch, **options), alone(engine, asked, **options), strict=True):
         assert_same(a, b)
@@ -198,7 +199,7 @@ def test_prompts_are_read_together_and_apart(most: int, native: bool, monkeypatc
     """The answers do not depend on how many prompts one prefill pass holds. A request with one new token ends right
     after prefill."""
     target, draft, asked = good_pair(native=native)
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     monkeypatch.setattr(batch_module, "PREFILL_TOKENS", most)
     asked = [[7], *asked, [8], [9, 10]]
     together = engine.generate_all(asked, batch=5, max_new_tokens=6)
@@ -210,7 +211,7 @@ def test_prompts_are_read_together_and_apart(most: int, native: bool, monkeypatc
 def test_the_tokens_of_a_prefill_pass(native: bool, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted over all prompts, with padding where a target pads."""
     target, _, _ = good_pair(native=native)
-    engine, seen = Engine(target), []
+    engine, seen = load(target), []
     engine.generate_all([[5], [6]], max_new_tokens=1)  # the first call checks what the target supports
     monkeypatch.setattr(batch_module, "PREFILL_TOKENS", 40)
     prefill = target.prefill
@@ -235,7 +236,7 @@ def watch_after_dismissals(monkeypatch: pytest.MonkeyPatch, watch: Callable[[Bat
 def test_a_transformers_cache_shrinks_when_a_long_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a long request ends, the target's cache shrinks while the others continue, and the answers stay the same."""
     target, draft, asked = good_pair()
-    engine = Engine(target, draft, **WAYS["chain"])
+    engine = load(target, draft, **WAYS["chain"])
     monkeypatch.setattr(cache_module, "MIN_CAPACITY", 8)
     seen = watch_after_dismissals(monkeypatch, lambda batch: batch.cache.layers[0].buffers[0].shape[-2])
     asked = [[5] * 400, *asked, *asked]
@@ -251,7 +252,7 @@ def test_segments_of_ended_requests_are_used_again(way: str, monkeypatch: pytest
     same."""
     _, draft, asked = good_pair()
     target = tiny_target(dtype=torch.float64, native=True)  # no other test has used its pool
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 8)
     asked = [[5] * 400, *6 * asked]
     seen = watch_after_dismissals(
@@ -277,7 +278,7 @@ def test_nothing_is_left_in_the_pools(way: str, pools: list[SlotPool]) -> None:
     """After requests that end by stop tokens, stop strings and lengths, or right after their prompt, in several
     batches, all segments are free, and so is their memory."""
     target = tiny_target(native=True)
-    engine = Engine(target, None if way == "no draft" else tiny_draft(target), **WAYS.get(way, {}))
+    engine = load(target, None if way == "no draft" else tiny_draft(target), **WAYS.get(way, {}))
     asked = prompts(9, seed=4)
     free = engine.generate_all(asked, batch=3, max_new_tokens=20)
     target.model.generation_config.eos_token_id = [free[0].tokens[7]]
@@ -293,11 +294,11 @@ def test_an_interrupted_exchange_frees_each_segment_once(monkeypatch: pytest.Mon
     """Where requests go on in a batch without a draft, and an exception comes between (Ctrl-C, or no memory), the pool
     has no free slots twice, which two later requests would share."""
     target = tiny_target(dtype=torch.float64, native=True)
-    alone, asked = Engine(target), prompts(6)
+    alone, asked = load(target), prompts(6)
     expected = [c.tokens for c in alone.generate_all(asked, max_new_tokens=20)]
     other = alone.stream(asked[0], max_new_tokens=400)
     next(other)  # keeps the pool
-    engine = Engine(target, tiny_draft(target), depth="auto")
+    engine = load(target, tiny_draft(target), depth="auto")
     monkeypatch.setattr(engine.chooser, "choose", lambda requests, size: NOTHING)
     take_over, new_cache = Batch.take_over, target.new_cache
 
@@ -326,7 +327,7 @@ def test_a_kept_batch_is_empty_after_an_exception(owner: Any, name: str, monkeyp
     monkeypatch.setattr(batch_module, "can_capture", lambda target, drafter: True)
     monkeypatch.setattr(Batch, "_replays", lambda batch: False)
     target = tiny_target(dtype=torch.float64, native=True)
-    engine, prompt = Engine(target, tiny_draft(target), depth=3), prompts(1)[0]
+    engine, prompt = load(target, tiny_draft(target), depth=3), prompts(1)[0]
     expected = engine.generate(prompt, max_new_tokens=12).tokens
     for at in range(4):
         calls, whole = itertools.count(), getattr(owner, name)
@@ -378,7 +379,7 @@ def test_rows_stay_in_their_segments(way: str, method: str, monkeypatch: pytest.
     replace_function(monkeypatch, TreeRows, "__init__", written)
     replace_function(monkeypatch, KVCache, "keep", moved)
     for options, new in itertools.product(tried, (2, 3, 9, 30)):
-        Engine(target, draft, **options).generate_all(asked, batch=4, max_new_tokens=new)
+        load(target, draft, **options).generate_all(asked, batch=4, max_new_tokens=new)
     assert writes and (moves or "chain" in way)
 
 
@@ -401,7 +402,7 @@ def test_abandoned_requests_leave_nothing_in_the_target(way: str, end: str, monk
     """A stream that its consumer closes, and decoding that raises, free their segments in the target's pool, which
     other engines use too. On a GPU, a closed stream's batch keeps one for its graphs, which the next stream uses."""
     target = tiny_target(native=True)
-    engine = Engine(target, None if way == "no draft" else tiny_draft(target), **WAYS.get(way, {}))
+    engine = load(target, None if way == "no draft" else tiny_draft(target), **WAYS.get(way, {}))
     if end == "closed":
         held = []
         for _ in range(2):
@@ -423,7 +424,7 @@ def test_abandoned_requests_leave_nothing_in_the_target(way: str, end: str, monk
 
 def test_no_memory_for_the_draft_leaves_nothing_in_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(native=True)
-    engine = Engine(target, tiny_draft(target), depth=4)
+    engine = load(target, tiny_draft(target), depth=4)
 
     def reserve(real: Callable[..., None], pool: SlotPool, slots: int) -> None:
         if pool is not target.pool:
@@ -474,7 +475,7 @@ def test_a_long_prompt_does_not_enlarge_the_caches_of_short_ones(
     """A long prompt among short ones takes less than twice the memory of decoding both apart, wherever it stands in the
     list, and every answer stays the same."""
     target, draft, _ = good_pair(native=native)
-    engine, options = Engine(target, draft, **WAYS[way]), dict(max_new_tokens=6)
+    engine, options = load(target, draft, **WAYS[way]), dict(max_new_tokens=6)
     monkeypatch.setattr(cache_module, "MIN_CAPACITY", 8)
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 8)
     monkeypatch.setattr(scheduler, "SMALL_BATCH_SLOTS", 64)
@@ -496,7 +497,7 @@ def test_a_long_prompt_does_not_enlarge_the_caches_of_short_ones(
 def test_prompts_of_like_length_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts share one batch if its cache has at most twice the slots that they need; otherwise there are several."""
     target, draft, _ = good_pair()
-    engine, batches = Engine(target, draft, depth=3), []
+    engine, batches = load(target, draft, depth=3), []
     monkeypatch.setattr(scheduler, "SMALL_BATCH_SLOTS", 64)
     begin = Batch.__init__
     monkeypatch.setattr(Batch, "__init__", lambda self, *of: batches.append(1) or begin(self, *of))
@@ -512,8 +513,8 @@ def test_a_cache_moves_layer_by_layer(change: str) -> None:
     target = exact_target()
     with LiveBytes() as counted:
         cache, other = target.new_cache([320, 220]), target.new_cache([320])
-        target.prefill([[5] * 300, [7] * 200], cache)
-        target.prefill([[9] * 300], other)
+        target.prefill([Prompt([5] * 300), Prompt([7] * 200)], cache)
+        target.prefill([Prompt([9] * 300)], other)
         old = sum(b.nbytes for b in cache.layers[0].buffers)
         before = counted.peak = counted.now
         cache.select([0, 1]) if change == "select" else cache.append(other)
@@ -524,7 +525,7 @@ def test_a_cache_moves_layer_by_layer(change: str) -> None:
 def test_neighbours_do_not_matter() -> None:
     """A prompt's answer does not depend on the other prompts of its batch or on their order."""
     target, draft, asked = good_pair()
-    engine, draw = Engine(target, draft, mode="tree", depth=4, nodes=20), random.Random(0)
+    engine, draw = load(target, draft, mode="tree", depth=4, nodes=20), random.Random(0)
     plain = {tuple(p): engine.generate(p, max_new_tokens=20).tokens for p in asked}
     for _ in range(3):
         draw.shuffle(asked)
@@ -534,7 +535,7 @@ def test_neighbours_do_not_matter() -> None:
 
 def test_none_and_too_long() -> None:
     target = exact_target()
-    engine = Engine(target, tiny_draft(target))
+    engine = load(target, tiny_draft(target))
     assert engine.generate_all([]) == []
     with pytest.raises(ValueError, match="has a context of"):
         engine.generate_all([[5, 6], [5] * 600], max_new_tokens=4)
@@ -544,7 +545,7 @@ def test_none_and_too_long() -> None:
 
 def test_a_target_that_mixes_requests_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = exact_target()
-    engine = Engine(target, tiny_draft(target))
+    engine = load(target, tiny_draft(target))
     placed = TransformersTarget._positions_and_masks
 
     def mixing(self, tree, cache):
@@ -630,7 +631,7 @@ def test_breaking_it_is_noticed(
     target, draft, asked = good_pair()
     if native:
         target = tiny_target(dtype=torch.float64, native=True)  # whose pool the mistake may damage
-    engine = Engine(target, draft, depth=4)
+    engine = load(target, draft, depth=4)
     asked = [*asked[:4], [9] * 30, [8]]
     one = alone(engine, asked, max_new_tokens=25)
     replace_function(monkeypatch, owner, name, wrong)
@@ -650,7 +651,7 @@ def test_on_a_gpu(way: str, native: bool) -> None:
     made, draft, asked = good_pair()
     kind = NativeTarget if native else TransformersTarget
     target = kind(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
-    engine = Engine(target, copy.deepcopy(draft).to("cuda"), **WAYS[way])
+    engine = load(target, copy.deepcopy(draft).to("cuda"), **WAYS[way])
     together = engine.generate_all(asked, batch=4, max_new_tokens=25)
     for done, prompt in zip(together, asked, strict=True):
         assert_same(done, engine.generate(prompt, max_new_tokens=25, speculate=False))

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fledge import load, train_draft
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
-from fledge.decode.engine import Engine
 from fledge.decode.sources import BlockSource
 from fledge.drafts import registry
 from fledge.drafts.block import BlockAttend, BlockDraft
@@ -279,12 +278,12 @@ WAYS = {
 def test_the_text_is_that_of_the_target(pair: tuple[TransformersTarget, BlockDraft], way: str) -> None:
     """Greedy and sampled, one request and several."""
     target, draft = pair
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     asked = prompts(6, seed=4)
     for sampling in (Sampling(), Sampling(temperature=0.9, seed=5)):
         assert_same(*both(engine, asked[0], max_new_tokens=24, sampling=sampling))
         together = engine.generate_all(asked, max_new_tokens=24, sampling=sampling, batch=3)
-        alone = Engine(target).generate_all(asked, max_new_tokens=24, sampling=sampling)
+        alone = load(target).generate_all(asked, max_new_tokens=24, sampling=sampling)
         assert [c.tokens for c in together] == [c.tokens for c in alone]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fledge.config import DraftConfig, Provenance
 from fledge.decode.chance import ROUNDS, ChanceWarning, ChanceWatch
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.io.display import held_warnings
 from fledge.measure.prompts import EvalPrompt
@@ -86,15 +86,15 @@ def test_requests_add_up_and_one_warning_is_enough():
 @pytest.mark.parametrize("mode", ["chain", "tree"])
 def test_an_engine_warns_of_a_draft_with_wrong_weights(target, mode):
     tree = dict(nodes=4, width=2) if mode == "tree" else {}
-    engine = Engine(target, tiny_draft(target), depth=2, mode=mode, **tree)
+    engine = load(target, tiny_draft(target), depth=2, mode=mode, **tree)
     assert not warned(lambda: engine.generate(PROMPTS[0], max_new_tokens=30))
     assert len(warned(lambda: engine.generate_all(PROMPTS, max_new_tokens=60))) == 1
-    plain = Engine(target)
+    plain = load(target)
     assert not warned(lambda: plain.generate_all(PROMPTS, max_new_tokens=60))
 
 
 def test_training_does_not_warn_of_an_untrained_draft(target):
-    engine = Engine(target, tiny_draft(target), depth=2)
+    engine = load(target, tiny_draft(target), depth=2)
     assert not warned(lambda: greedy_traces(engine, [EvalPrompt(text="the young bird")] * 3, 60))
 
 
@@ -115,7 +115,7 @@ def test_the_warning_comes_after_the_text(target, monkeypatch) -> None:
     a warning."""
     monkeypatch.setattr("fledge.decode.chance.ROUNDS", 1)
     monkeypatch.setattr("fledge.decode.chance.AT_CHANCE", 2.0)
-    engine, came = Engine(target, tiny_draft(target)), []
+    engine, came = load(target, tiny_draft(target)), []
     plain = engine.generate(PROMPTS[0], max_new_tokens=9, speculate=False).text
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -16,7 +16,7 @@ from fledge.chat.session import Reply, Session
 from fledge.chat.tints import TINTS
 from fledge.commands.chat import converse, execute
 from fledge.data.answering import AnswerWarning
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.types import Sampling
 from support.targets import (
@@ -36,7 +36,7 @@ BUNDLED = ["--target", PAIR / "target", "--draft", PAIR / "draft"]
 
 def session_of(draft: bool = True, new: int = 8, sampling: Sampling | None = None, chat: dict | None = None, **target):
     model = tiny_target(**target)
-    engine = Engine(model, tiny_draft(model) if draft else None)
+    engine = load(model, tiny_draft(model) if draft else None)
     return Session(engine, sampling or Sampling(), new, **chat or {})
 
 
@@ -79,7 +79,7 @@ def test_a_full_context_drops_the_first_messages_and_says_so(system):
     for n in range(6):
         before, told = len(session.messages), len(dropped)
         _, answer = ask(session, f"try {n}", dropped)
-        assert len(session.engine.template.prompt_ids(session.messages[:-1])) + answer.tokens <= 100
+        assert len(session.engine.reader.template.prompt_ids(session.messages[:-1])) + answer.tokens <= 100
         lost = before + 2 - len(session.messages)
         assert (f"its first {lost} messages were dropped" in dropped[-1]) if lost else len(dropped) == told
     assert dropped and session.messages[0] != {"role": "user", "content": "try 0"}

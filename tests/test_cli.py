@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from fledge.commands import generate as generate_job
-from fledge.decode.engine import load
+from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.io.files import exclusive_lock, sibling_path
 from fledge.measure.prompts import read_prompts

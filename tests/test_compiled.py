@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.decode_layer import CachedRows
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
@@ -23,7 +23,7 @@ from fledge.ops.attention_tree import VisibleChain
 from fledge.ops.compiled import MOST_ROWS, CompiledWeight, Threads
 from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Sampling, Tree
+from fledge.types import Prompt, Sampling, Tree
 from support.targets import tiny_draft, tiny_target
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="needs Linux and a C compiler with OpenMP")
@@ -127,12 +127,12 @@ def outputs(target: TransformersTarget) -> list[Tensor]:
     out = []
     cache = target.new_cache([120])
     for part in (text(40), text(1), text(17)):
-        logits, (features,) = target.prefill([part], cache, LAYERS)
+        logits, (features,) = target.prefill([Prompt(part)], cache, LAYERS)
         out += [logits, features.aux_TAD, features.last_TD]
-    logits, (features,) = target.prefill([text(5)], cache, LAYERS, final=False)
+    logits, (features,) = target.prefill([Prompt(text(5))], cache, LAYERS, final=False)
     out += [logits, features.aux_TAD, features.last_TD]
     cache = target.new_cache([60, 60])
-    target.prefill([text(23, 1), text(31, 2)], cache)
+    target.prefill([Prompt(text(23, 1)), Prompt(text(31, 2))], cache)
     chain, other = torch.tensor([text(6, 3), text(6, 4)]), torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 0, 0]])
     for tree in (Tree.chain(chain[:, :1]), Tree.chain(chain), Tree(chain, other, 3)):
         logits, features = target.verify(tree, cache, LAYERS)
@@ -149,7 +149,7 @@ def test_a_row_is_the_same_among_any_others_and_with_any_threads(name: str) -> N
     for threads, length in ((1, 1), (1, 2), (1, 5), (2, 1), (2, 7), (3, 40)):
         torch.set_num_threads(threads)
         cache, parts = target.new_cache([200]), []
-        target.prefill([text(70)], cache)
+        target.prefill([Prompt(text(70))], cache)
         for first in range(0, 80, length):
             chain = torch.tensor([tokens[first : first + length]])
             parts.append(target.verify(Tree.chain(chain), cache)[0][0])
@@ -158,7 +158,7 @@ def test_a_row_is_the_same_among_any_others_and_with_any_threads(name: str) -> N
     torch.set_num_threads(1)
     assert all(torch.equal(x, logits[1, 1]) for x in logits.values())
     cache = target.new_cache([200, 200, 200])
-    target.prefill([text(70), text(3), text(50)], cache)
+    target.prefill([Prompt(text(70)), Prompt(text(3)), Prompt(text(50))], cache)
     both, _ = target.verify(Tree.chain(torch.tensor([tokens[:4], text(4), text(4)])), cache)
     # prompts of several requests are read by plain torch, whose rounding differs
     near(both[0], logits[1, 1][:4])
@@ -171,8 +171,8 @@ def test_large_scores_do_not_overflow(threads: int) -> None:
             layer.self_attn.q_proj.weight.mul_(100)
             layer.mlp.gate_proj.weight.mul_(100)
     target.prepare_decoding()
-    logits, _ = target.prefill([text(30)], target.new_cache([64]))
-    expected, _ = uncompiled(target).prefill([text(30)], uncompiled(target).new_cache([64]))
+    logits, _ = target.prefill([Prompt(text(30))], target.new_cache([64]))
+    expected, _ = uncompiled(target).prefill([Prompt(text(30))], uncompiled(target).new_cache([64]))
     assert logits.isfinite().all() and torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
@@ -182,14 +182,14 @@ def test_nan_stays_where_it_belongs() -> None:
     with torch.no_grad():
         target.model.model.layers[3].self_attn.k_proj.weight[0, 0] = float("nan")
     target.prepare_decoding()
-    logits, _ = target.prefill([text(30)], target.new_cache([64]))
+    logits, _ = target.prefill([Prompt(text(30))], target.new_cache([64]))
     assert logits.isnan().all()
 
 
 def test_longer_prompts_are_read_by_plain_torch() -> None:
     target = target_of(max_position_embeddings=512)
     long = text(MOST_ROWS + 1)
-    found, expected = (t.prefill([long], t.new_cache([500]))[0] for t in (target, uncompiled(target)))
+    found, expected = (t.prefill([Prompt(long)], t.new_cache([500]))[0] for t in (target, uncompiled(target)))
     near(found, expected)
 
 
@@ -202,7 +202,7 @@ def test_layers_that_are_not_compiled_are_computed_all_the_same(config: dict[str
     target = tiny_target(native=True, **config)
     target.prepare_decoding()
     assert target._decoder.compiled is None
-    found, expected = (t.prefill([text(9)], t.new_cache([64]))[0] for t in (target, uncompiled(target)))
+    found, expected = (t.prefill([Prompt(text(9))], t.new_cache([64]))[0] for t in (target, uncompiled(target)))
     near(found, expected)
 
 
@@ -223,7 +223,7 @@ def test_chains_are_those_of_single_steps(
     config: dict[str, Any], temperature: float, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = target_of()
-    engine = Engine(target, tiny_draft(target, **config), depth=4)
+    engine = load(target, tiny_draft(target, **config), depth=4)
     prompts = [text(9 + 4 * n, n) for n in range(batch)]
 
     def answers() -> list[Any]:
@@ -348,7 +348,7 @@ def test_without_a_compiler_plain_torch_computes(
     target = tiny_target(native=True)
     target.prepare_decoding()
     assert target._decoder.compiled is None
-    assert target.prefill([text(9)], target.new_cache([64]))[0].isfinite().all()
+    assert target.prefill([Prompt(text(9))], target.new_cache([64]))[0].isfinite().all()
 
 
 def test_who_wants_no_compiler_is_not_warned(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

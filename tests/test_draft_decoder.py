@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.decode_layer import CachedRows
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
@@ -149,7 +149,7 @@ def test_training_goes_on_after_decoding() -> None:
         draft = draft_of(torch.float64)
         if decodes:
             with torch.inference_mode():
-                Engine(target, draft, depth=3).generate([5, 6, 7], max_new_tokens=8)
+                load(target, draft, depth=3).generate([5, 6, 7], max_new_tokens=8)
         token, state = document(draft, 5, 0)
         draft.step(token, state, torch.arange(5), causal).square().sum().backward()
         gradients.append([p.grad for p in draft.parameters()])

@@ -25,7 +25,7 @@ from fledge.decode.draft_size import (
     DraftSize,
     SizeChooser,
 )  # fmt: skip
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.decode.propose import DEPTHS, FAR, NODES, Drafting
 from fledge.types import Sampling
 from support.decoding import prompts
@@ -210,7 +210,7 @@ def test_options_that_auto_excludes() -> None:
         (dict(mode="tree", nodes="auto", shape=None, depth="auto", stable=False), "stable draft cache"),
     ):
         with pytest.raises(ValueError, match=message):
-            Engine(target, tiny_draft(target), **options)
+            load(target, tiny_draft(target), **options)
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_token_changes(way: str, short: None) -> None:
     """Whatever is drafted, and for requests that come and go."""
     target, draft, _ = good_pair(native=True)
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     asked = prompts(6, longest=14, seed=3)
     samplings = [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(repetition_penalty=1.2)] * 2
     plain = engine.generate_all(asked, sampling=samplings, max_new_tokens=30, speculate=False)
@@ -243,7 +243,7 @@ def test_no_token_changes(way: str, short: None) -> None:
 @pytest.mark.parametrize("options", [dict(P_EAGLE), dict(method="eagle1")], ids=["peagle", "eagle1"])
 def test_other_methods(options: dict[str, Any], short: None) -> None:
     target = tiny_target(dtype=torch.float64, native=True)
-    engine = Engine(target, tiny_draft(target, **options), depth="auto")
+    engine = load(target, tiny_draft(target, **options), depth="auto")
     asked = prompts(4, seed=6)
     RandomSizes(engine, 0)
     fast, plain = (engine.generate_all(asked, batch=2, max_new_tokens=30, speculate=s) for s in (True, False))
@@ -254,7 +254,7 @@ def test_a_round_accepts_the_same_whatever_was_drafted_before(short: None) -> No
     """The draft has read all committed tokens when the size changes: at each place in the text, a chain of a depth
     accepts as many tokens as in an engine that always drafts this depth, up to the depth."""
     target, draft, asked = good_pair(native=True)
-    engine, deepest = Engine(target, draft, depth="auto"), Engine(target, draft, depth=10)
+    engine, deepest = load(target, draft, depth="auto"), load(target, draft, depth=10)
     for seed, prompt in enumerate(asked[:3]):
         RandomSizes(engine, seed, rest=0)
         done, text = engine.generate(prompt, max_new_tokens=40), deepest.generate(prompt, max_new_tokens=60).tokens
@@ -283,7 +283,7 @@ class Operations(TorchDispatchMode):
 def test_a_rest_does_the_work_of_decoding_without_a_draft(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operation by operation, and the seconds of its rounds are noted."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth="auto")
+    engine = load(target, draft, depth="auto")
     sizes = RandomSizes(engine, 0, rest=1.0)
     seen: list[Counter[Any]] = []
     engine.generate_all(asked[:3], batch=batch, max_new_tokens=2)  # the first call checks what the target supports
@@ -299,7 +299,7 @@ def test_a_rest_does_the_work_of_decoding_without_a_draft(batch: int, monkeypatc
 def test_running_requests_give_up_their_draft(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They go on without it at once, to the same tokens; requests that begin meanwhile rest too."""
     target, draft, asked = good_pair(native=native)
-    engine = Engine(target, draft, depth="auto")
+    engine = load(target, draft, depth="auto")
     plain = engine.generate_all(asked[:7], batch=3, max_new_tokens=30, speculate=False)
     sizes, calls = RandomSizes(engine, 0, rest=0), []
 
@@ -322,7 +322,7 @@ def test_running_requests_give_up_their_draft(native: bool, monkeypatch: pytest.
 def test_an_engine_learns_from_all_its_requests() -> None:
     """Rounds of any request count, and a rest lasts beyond the request that began it."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth="auto")
+    engine = load(target, draft, depth="auto")
     engine.generate_all(asked[:4], batch=2, max_new_tokens=30)
     chooser = engine.chooser
     assert chooser.rates.tried[0] > 4 and chooser.times[2]

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
-from fledge.decode.engine import Completion, Engine
+from fledge.decode.engine import Completion
+from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from fledge.ops import training
@@ -153,7 +154,7 @@ def test_noise() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy_is_vanilla(name: str, mode: str, native: bool) -> None:
     target, draft = pair(native=native, **VARIANTS[name])
-    engine = Engine(target, draft, depth=3, mode=mode, **(dict(nodes=20, width=4) if mode == "tree" else {}))
+    engine = load(target, draft, depth=3, mode=mode, **(dict(nodes=20, width=4) if mode == "tree" else {}))
     for prompt in prompts(4, seed=3):
         assert_same(*both(engine, prompt, max_new_tokens=25))
 
@@ -161,7 +162,7 @@ def test_greedy_is_vanilla(name: str, mode: str, native: bool) -> None:
 def test_a_trained_draft_is_accepted() -> None:
     """After 300 training steps on the target's answers, more than one draft token per round is accepted."""
     target, draft = pair(torch.float32)
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     documents = []
     asked = prompts(3, longest=8, seed=5)
     for prompt in asked:
@@ -283,7 +284,7 @@ def test_targets_too_shallow_for_eagle_3() -> None:
     """EAGLE-1 reads no intermediate layers, so it works with targets that have too few layers for EAGLE-3."""
     target = tiny_target(num_hidden_layers=2)
     draft = tiny_draft(target, method="eagle1")
-    engine = Engine(target, draft, depth=2)
+    engine = load(target, draft, depth=2)
     assert_same(*both(engine, [5, 6, 7], max_new_tokens=10))
 
 
@@ -292,8 +293,8 @@ def test_two_drafts_of_one_target(native: bool) -> None:
     """Engines that share a target each read the layers of their own draft, even when they decode in turns."""
     target = tiny_target(dtype=torch.float64, native=native)
     drafts = tiny_draft(target), tiny_draft(target, method="eagle1"), tiny_draft(target, aux_layers=(1, 3, 6))
-    engines = [Engine(target, draft, depth=3) for draft in drafts]
-    alone = [Engine(target, draft, depth=3) for draft in drafts]
+    engines = [load(target, draft, depth=3) for draft in drafts]
+    alone = [load(target, draft, depth=3) for draft in drafts]
     expected = []
     for engine in alone:
         connect_draft(engine.draft, target)

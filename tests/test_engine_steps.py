@@ -13,6 +13,7 @@ import torch
 
 from fledge.decode.batch import FIRST_PART, LEAST_PART, PREFILL_TOKENS, STALL, Batch
 from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.kv_cache import SlotPool
 from fledge.types import Sampling
 from support.decoding import prompts
@@ -39,7 +40,7 @@ def run_to_the_end(engine: Engine) -> None:
 def test_requests_that_come_at_any_time(way: str, native: bool) -> None:
     """With and without the draft, and with options of their own."""
     target = tiny_target(dtype=torch.float64, native=native)
-    engine, alone = Engine(target, tiny_draft(target), **WAYS[way]), Engine(target)
+    engine, alone = load(target, tiny_draft(target), **WAYS[way]), load(target)
     asked, draw, added = prompts(12, longest=20, seed=4), random.Random(0), []
     samplings = [Sampling(), Sampling(temperature=0.9, seed=3), Sampling(temperature=0.7, top_k=7, seed=1)]
     for i, prompt in enumerate(asked):
@@ -58,7 +59,7 @@ def test_requests_that_come_at_any_time(way: str, native: bool) -> None:
 def test_requests_are_decoded_together() -> None:
     """As many as there are places; the others wait."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth=2)
+    engine = load(target, draft, depth=2)
     engine.places = 3
     added = [engine.add(prompt, max_new_tokens=8) for prompt in asked[:5]]
     most = 0
@@ -70,7 +71,7 @@ def test_requests_are_decoded_together() -> None:
 def test_aborted_requests_leave_no_trace() -> None:
     """Before they begin, at the first token and later; the others go on to the same tokens."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth=2)
+    engine = load(target, draft, depth=2)
     expected = [engine.generate(prompt, max_new_tokens=30).tokens for prompt in asked[:6]]
     engine.places = 4
     added = [engine.add(prompt, max_new_tokens=30) for prompt in asked[:6]]
@@ -92,7 +93,7 @@ def test_aborted_requests_leave_no_trace() -> None:
 
 def test_an_exception_ends_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, asked = good_pair(native=True)
-    engine, verify = Engine(target, draft, depth=2), target.verify
+    engine, verify = load(target, draft, depth=2), target.verify
 
     def fails(*given: Any) -> Any:
         raise KeyboardInterrupt
@@ -112,7 +113,7 @@ def test_an_exception_ends_the_requests(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ten_clients_of_a_server_that_come_stream_and_leave() -> None:
     """On an HTTP server of 123 lines. Answers equal `generate` alone, and when all have left, the caches are empty."""
     target = tiny_target(dtype=torch.float64, native=True)
-    engine, alone = Engine(target, tiny_draft(target), depth=3), Engine(target)
+    engine, alone = load(target, tiny_draft(target), depth=3), load(target)
     asked, failures = prompts(30, longest=30, seed=8), []
 
     def client(number: int) -> None:
@@ -166,7 +167,7 @@ def test_a_long_prompt_is_read_between_rounds(
     """In parts, while requests run, in the same batch or another, to the same tokens; also if it is aborted between two
     parts."""
     target, draft, asked = good_pair(native=True)
-    engine, alone = Engine(target, draft, depth=2), Engine(target)
+    engine, alone = load(target, draft, depth=2), load(target)
     long = [t % 400 for t in range(3, 203)]
     expected = [alone.generate(p, max_new_tokens=40).tokens for p in (asked[0], long)]
     monkeypatch.setattr(Batch, "_part_tokens", lambda self: 16)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fledge.data.record import Record
-from fledge.decode.engine import Completion, Engine
+from fledge.decode.engine import Completion
+from fledge.decode.load import load
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
 from fledge.drafts.draft import Draft
@@ -59,7 +60,7 @@ def practised(way: str) -> tuple[TransformersTarget, Draft]:
     """A target, and a draft fitted to the target's answers to TEXTS, so that part of its tokens are accepted."""
     target = exact_target()
     draft = tiny_draft(target, hidden_size=256, intermediate_size=256, **(P_EAGLE if way == "parallel" else {}))
-    plain = Engine(target)
+    plain = load(target)
     fit_head(target, draft, [spoken(plain, plain.template.prompt_ids(text), 40)[0] for text in TEXTS], 3)
     return target, draft
 
@@ -67,10 +68,10 @@ def practised(way: str) -> tuple[TransformersTarget, Draft]:
 @pytest.mark.parametrize("way", WAYS)
 def test_tau_and_alpha_are_those_of_the_definition(way: str) -> None:
     """A record's τ and α are those of the definition, in which every round drafts without caches."""
-    engine = Engine(*practised(way), **WAYS[way])
+    engine = load(*practised(way), **WAYS[way])
     record = evaluate({way: engine}, [EvalPrompt(text=text) for text in TEXTS], sampling=Sampling(), max_new_tokens=25)
     record = record[way]
-    rounds = [r for text in TEXTS for r in rounds_by_definition(engine, engine.template.prompt_ids(text), 25)]
+    rounds = [r for text in TEXTS for r in rounds_by_definition(engine, engine.reader.template.prompt_ids(text), 25)]
     assert record["tau"] == sum(r + 1 for r in rounds) / len(rounds) and 1.2 < record["tau"] < 4
     reached = [sum(r >= k for r in rounds) for k in range(5)]
     assert record["alpha"] == [b / a if a else None for a, b in pairwise(reached)][: len(record["alpha"])]
@@ -81,8 +82,8 @@ def test_tau_and_alpha_are_those_of_the_definition(way: str) -> None:
 def test_tau_of_a_draft_whose_acceptance_is_known(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If exactly the first `right` of three drafted tokens are the target's, τ is `right` + 1."""
     target = exact_target()
-    engine = Engine(target, tiny_draft(target), depth=3)
-    truth = engine.template.prompt_ids(TEXTS[0])
+    engine = load(target, tiny_draft(target), depth=3)
+    truth = engine.reader.template.prompt_ids(TEXTS[0])
     truth = [*truth, *engine.generate(truth, max_new_tokens=60, speculate=False).tokens]
 
     def knowing(propose: Any, proposer: Proposer, state: RoundState) -> Tree:
@@ -136,7 +137,7 @@ def test_a_limit_is_spread_over_the_file():
 
 
 TARGET = tiny_target()
-ENGINE = Engine(TARGET, tiny_draft(TARGET), depth=3)
+ENGINE = load(TARGET, tiny_draft(TARGET), depth=3)
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def engine():
 def test_gaps_are_differences_of_the_two_largest_logits(engine):
     """The gap at each token is the difference of the two largest logits, for any number of tokens per call and any
     batch size."""
-    prefix = engine.template.prompt_ids("the young bird")
+    prefix = engine.reader.template.prompt_ids("the young bird")
     done = engine.generate("the young bird", max_new_tokens=9, speculate=False)
     logits = engine.target.model(torch.tensor([prefix + done.tokens])).logits[0, len(prefix) - 1 : -1]
     top = logits.topk(2, dim=-1).values
@@ -161,7 +162,7 @@ def test_a_real_difference_is_no_near_tie(engine, temperature):
     sampling = Sampling(temperature=temperature)
     right = engine.generate("the young bird", max_new_tokens=8, speculate=False, sampling=sampling)
     wrong = Completion(tokens=[*right.tokens[:-1], (right.tokens[-1] + 7) % 400])
-    prefix = engine.template.prompt_ids("the young bird")
+    prefix = engine.reader.template.prompt_ids("the young bird")
     ties, noise = near_ties(engine, [0], [prefix], [wrong], [right], sampling, (1, engine.drafting.verified), 1)
     assert ties == 0 and noise is not None
 
@@ -211,7 +212,7 @@ def test_later_turns_follow_answers_with_their_special_tokens(tmp_path):
     target = load_target(scripted_target_directory(tmp_path, CHANNEL, IN_CHANNEL, CHANNEL_TOKENS))
     prompt = EvalPrompt(turns=("Which bird?", "And that?"))
     [record] = evaluate(
-        {"a": Engine(target, tiny_draft(target))}, [prompt], sampling=Sampling(), max_new_tokens=16
+        {"a": load(target, tiny_draft(target))}, [prompt], sampling=Sampling(), max_new_tokens=16
     ).values()  # fmt: skip
     assert IN_CHANNEL + "\n<|im_start|>user" in record["samples"][1]["prompt"]
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from fledge import __version__
 from fledge.commands import evaluate as evaluate_job
 from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.io.display import ProgressDisplay, ResultPrinter
 from fledge.measure import record as record_module
@@ -134,9 +135,9 @@ PROMPTS = [EvalPrompt(text=text) for text in TEXTS]
 def practised() -> Engine:
     """An engine whose draft was fitted to some of the target's answers, so that part of its tokens are accepted."""
     target = exact_target()
-    draft, plain = tiny_draft(target, hidden_size=256, intermediate_size=256), Engine(target)
+    draft, plain = tiny_draft(target, hidden_size=256, intermediate_size=256), load(target)
     fit_head(target, draft, [spoken(plain, plain.template.prompt_ids(text), 24)[0] for text in TEXTS[::2]], 3)
-    return Engine(target, draft, depth=3)
+    return load(target, draft, depth=3)
 
 
 def record_of(batch: int = 1) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def test_the_requests_add_up_to_the_figures_of_the_record(batch: int) -> None:
 def test_samples_have_the_text_of_the_answers_and_who_proposed_it() -> None:
     r = whole_record()
     assert [s["prompt"] for s in r["samples"]] == [TEXTS[0], TEXTS[2], TEXTS[4]]
-    plain = Engine(practised().target)
+    plain = load(practised().target)
     for sample in r["samples"]:
         answer = plain.generate(sample["prompt"], max_new_tokens=12).text
         assert "".join(text for text, _ in sample["pieces"]) == answer

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fledge.ops.device import computed_by
 from fledge.ops.experts import MOST_ROWS, experts, route
 from fledge.targets.native import NativeTarget
+from fledge.types import Prompt
 from support.devices import distance, needs_triton
 from support.targets import tiny_target
 
@@ -152,5 +153,5 @@ def test_a_target_on_a_gpu(family: str) -> None:
         for n in (7, 200):
             tokens = torch.randint(400, (1, n), device=DEVICE)
             expected = narrow(input_ids=tokens, use_cache=False).logits[0, -1:]
-            logits, _ = target.prefill(tokens.tolist(), target.new_cache([n]))
+            logits, _ = target.prefill([Prompt(p) for p in tokens.tolist()], target.new_cache([n]))
             assert distance(logits, expected) < (1e-3 if dtype == torch.float32 else 0.2)

@@ -209,7 +209,7 @@ def test_requests_and_trees_see_what_a_request_alone_sees(name: str) -> None:
     (family, sizes, _), (given, works) = FAMILIES[name], WINDOWS[name]
     target = target_of(model_of(family, sizes | given), tiny_tokenizer())
     texts = [torch.randint(2, 400, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 40, 90)]
-    engine = fledge.Engine(target, tiny_draft(target), depth=3)
+    engine = fledge.load(target, tiny_draft(target), depth=3)
     alone = [engine.generate(t, max_new_tokens=24, speculate=False).tokens for t in texts]
     ids = list(texts[1])
     while len(ids) < len(texts[1]) + len(alone[1]):  # without a cache, since that of `generate` may have a window too
@@ -219,7 +219,7 @@ def test_requests_and_trees_see_what_a_request_alone_sees(name: str) -> None:
     assert [c.tokens for c in engine.generate_all(texts, max_new_tokens=24)] == alone, "one by one if need be"
 
     def trees() -> fledge.Engine:
-        return fledge.Engine(target, engine.draft, mode="tree", nodes=12, width=4, depth=3)
+        return fledge.load(target, engine.draft, mode="tree", nodes=12, width=4, depth=3)
 
     if works:
         assert [c.tokens for c in engine.generate_all(texts, batch=3, max_new_tokens=24)] == alone
@@ -255,7 +255,7 @@ def test_a_table_of_positions_ends_with_the_context(name: str) -> None:
     """The last positions are left to drafted tokens, also where the table is one of rotations."""
     family, sizes, _ = FAMILIES[name]
     target = target_of(model_of(family, sizes | dict(n_positions=64)), tiny_tokenizer())
-    engine = fledge.Engine(target, tiny_draft(target), depth=3)
+    engine = fledge.load(target, tiny_draft(target), depth=3)
     assert len(engine.generate([7] * 20, max_new_tokens=44, speculate=False).tokens) == 44
     with pytest.raises(ValueError, match="a context of 64 tokens, the last 3 of which are for drafted tokens"):
         engine.generate([7] * 20, max_new_tokens=44)
@@ -281,7 +281,7 @@ def test_a_model_whose_layers_read_no_tokens_decodes_but_trains_no_draft(tmp_pat
     model = AutoModelForCausalLM.from_config(transformers.CpmAntConfig(**sizes), dtype=torch.float32)
     target = target_of(model, tiny_tokenizer())
     assert target.stop_ids == {1}
-    assert len(fledge.Engine(target).generate(PROMPT, max_new_tokens=3).tokens) == 3
+    assert len(fledge.load(target).generate(PROMPT, max_new_tokens=3).tokens) == 3
     with pytest.raises(ValueError, match=r"CpmAntModel does not have .* no draft can be trained for it"):
         target.parts.layers  # noqa: B018
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import fledge as api
 from fledge import drafts as models
 from fledge.data.pack import Rows
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.measure.prompts import EvalPrompt
 from fledge.measure.run import evaluate
@@ -141,8 +141,8 @@ def test_a_draft_is_trained_from_features_on_disk(method: str, on_disk: OnDisk, 
 
 def test_a_target_for_training_alone_does_not_decode(on_disk: OnDisk) -> None:
     assert isinstance(on_disk, api.Target)
-    with pytest.raises(TypeError, match=r"target must be a loaded fledge\.Target .*not a value of type OnDisk"):
-        Engine(on_disk)
+    with pytest.raises(TypeError, match=r"target must be .*a fledge\.Target that decodes, not a value of type OnDisk"):
+        load(on_disk)
 
 
 WAYS = {
@@ -161,7 +161,7 @@ def test_a_target_that_runs_elsewhere_decodes(way: str, native: bool) -> None:
     target = exact_target(native)
     found = []
     for each in (target, Relayed(target)):
-        engine = Engine(each, tiny_draft(each), **options)
+        engine = load(each, tiny_draft(each), **options)
         done = engine.generate_all(prompts(5, seed=2), max_new_tokens=12, batch=3, sampling=Sampling(**sampling))
         done.append(engine.generate([5, 6, 7], max_new_tokens=12, sampling=Sampling(**sampling)))
         found.append([(c.tokens, len(c.trace.rounds)) for c in done])
@@ -173,7 +173,7 @@ def test_a_target_that_runs_elsewhere_is_evaluated(native: bool) -> None:
     """Its record lacks only the comparison with transformers' decoding, which needs a transformers model."""
     target, records = exact_target(native), []
     for each in (target, Relayed(target)):
-        engines = {"draft": Engine(each, tiny_draft(each), depth=2)}
+        engines = {"draft": load(each, tiny_draft(each), depth=2)}
         asked = [EvalPrompt(text="the bird tries"), EvalPrompt(text="until it can fly")]
         records.append(evaluate(engines, asked, sampling=Sampling(), max_new_tokens=6)["draft"])
     own, relayed = records

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fledge.decode import verify
 from fledge.decode.engine import Completion, Engine
+from fledge.decode.load import load
 from fledge.decode.propose import Proposer
 from fledge.decode.rounds import Rounds
 from fledge.decode.state import RoundState
@@ -26,7 +27,7 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective
 from fledge.train.objective import accepted_per_round
 from fledge.train.row_pass import Objective
-from fledge.types import Sampling, Tree, Verdict
+from fledge.types import Prompt, Sampling, Tree, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.mutations import replace_function
 from support.rows import row_of
@@ -78,7 +79,7 @@ def accepted(completions: Sequence[Completion]) -> list[int]:
 def test_greedy_is_vanilla(depth: int, vocabulary: int, native: bool) -> None:
     """With an untrained draft, which is almost always wrong, greedy decoding gives the same tokens (in float64)."""
     target = exact_target(native)
-    engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=depth)
+    engine = load(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=depth)
     for prompt in prompts(6, seed=depth):
         assert_same(*both(engine, prompt, max_new_tokens=30))
 
@@ -91,7 +92,7 @@ def test_greedy_is_vanilla_when_drafts_are_good(
     """With drafts that are wrong at random places, rounds accept every number of tokens from 0 to `depth`, and the
     answer stays the same."""
     target = tiny_target(family, dtype=torch.float64, native=native)
-    engine = Engine(target, tiny_draft(target, draft_vocab_size=250), depth=depth)
+    engine = load(target, tiny_draft(target, draft_vocab_size=250), depth=depth)
     done = []
     for i, prompt in enumerate(prompts(6, seed=depth)):
         plain = engine.generate(prompt, max_new_tokens=50, speculate=False)
@@ -108,7 +109,7 @@ def test_greedy_in_float32(native: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     """In float32 the tokens are the same too, unless the target's two largest logits differ by less than 1e-3, where
     the rounding of another batch shape may swap them."""
     target = tiny_target(native=native)
-    engine = Engine(target, tiny_draft(target), depth=4)
+    engine = load(target, tiny_draft(target), depth=4)
     same = 0
     for i, prompt in enumerate(prompts(12, seed=7)):
         plain = engine.generate(prompt, max_new_tokens=40, speculate=False)
@@ -129,7 +130,7 @@ def test_vanilla_is_transformers(name: str, native: bool, monkeypatch: pytest.Mo
     """With and without a draft, the engine generates the tokens of transformers' greedy `generate`, on targets with
     sliding windows too: the last prompt is longer than the window, and rejected tokens are rolled back inside it."""
     target = tiny_target(dtype=torch.float64, native=native, **SLIDING[name])
-    engine = Engine(target, tiny_draft(target), depth=5)
+    engine = load(target, tiny_draft(target), depth=5)
     for i, prompt in enumerate([*prompts(3, seed=3), prompts(1, seed=4)[0] * 20]):
         prompt = prompt[:60]
         theirs = greedy_by_transformers(target.model, prompt, 48)
@@ -145,7 +146,7 @@ def test_rollback_is_exact(name: str, native: bool) -> None:
     target = tiny_target(dtype=torch.float64, native=native, **SLIDING[name])
     tokens = torch.randint(400, (300,), generator=torch.Generator().manual_seed(5))
     used, junk, before = target.new_cache([300]), random.Random(0), 40
-    target.prefill([tokens[:40].tolist()], used)
+    target.prefill([Prompt(tokens[:40].tolist())], used)
     for at in (41, 47, 55, 80, 120, 263):  # transformers' cache doubles its capacity in between
         wrong = torch.tensor([junk.choices(range(400), k=junk.randint(1, 9))])
         target.verify(Tree.chain(torch.cat([tokens[None, before:at], wrong], dim=1)), used)
@@ -166,7 +167,7 @@ def test_sampled_is_vanilla_at_the_same_seed(
     """With coupled drafts, speculative sampling draws the same tokens as token-by-token sampling, and a logits
     processor that has state is called with the same prefixes in the same order, once each."""
     target = exact_target(native)
-    engine = Engine(target, tiny_draft(target), depth=4)
+    engine = load(target, tiny_draft(target), depth=4)
     done = []
     for i, prompt in enumerate(prompts(4, seed=8)):
         seen = [(Remembers(),) if memory else () for _ in range(2)]
@@ -194,7 +195,7 @@ def test_coupled_drafts_guess_the_targets_draws(mode: str, vocabulary: int) -> N
     draft = tiny_draft(target, draft_vocab_size=vocabulary, **method)
     for head in (target.parts.head.weight, draft.lm_head.weight):
         head.data.zero_()
-    engine = Engine(target, draft, depth=depth, mode=mode)
+    engine = load(target, draft, depth=depth, mode=mode)
     options = dict(max_new_tokens=60, sampling=Sampling(temperature=0.7, seed=1))
     done = engine.generate(prompts(3, seed=2), **options)
     plain = engine.generate(prompts(3, seed=2), speculate=False, **options)
@@ -211,7 +212,7 @@ def test_coupled_drafts_guess_the_targets_draws(mode: str, vocabulary: int) -> N
 
 def test_seeds_and_requests_differ() -> None:
     """Different seeds or request numbers draw different tokens; the same seed and number draw the same tokens."""
-    engine = Engine(exact_target())
+    engine = load(exact_target())
     prompt = prompts(1)[0]
 
     def sampled(seed: int, request: int) -> tuple[int, ...]:
@@ -228,7 +229,7 @@ def test_seeds_and_requests_differ() -> None:
 def test_sampled_drafts_never_leave_the_target(vocabulary: int, native: bool) -> None:
     """With top_k=1 only one token is possible, so sampled drafts give the target's greedy tokens."""
     target = exact_target(native)
-    engine = Engine(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=3)
+    engine = load(target, tiny_draft(target, draft_vocab_size=vocabulary), depth=3)
     for i, prompt in enumerate(prompts(5, seed=9)):
         plain = engine.generate(prompt, max_new_tokens=30, speculate=False)
         sampling = Sampling(temperature=1.0, top_k=1, draft="sample", seed=i)
@@ -239,7 +240,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
     """Rejection sampling with q = p accepts every draft, and the engine passes the `q` that the draft was sampled
     from."""
     target = exact_target()
-    engine = Engine(target, tiny_draft(target, draft_vocab_size=150), depth=3)
+    engine = load(target, tiny_draft(target, draft_vocab_size=150), depth=3)
     seen = []
 
     def spy(rule, tree, logits_BNV, length_B, sampling, target_ids_W, seen_BV):
@@ -263,7 +264,7 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
 def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop token among the accepted drafts ends the answer: it is the answer's last token."""
     target = tiny_target(dtype=torch.float64)
-    engine = Engine(target, tiny_draft(target), depth=6)
+    engine = load(target, tiny_draft(target), depth=6)
     sampling = Sampling(repetition_penalty=1.0001 if processed else 1.0)
     prompt, done = prompt_with_long_answer(engine, 40, sampling=sampling)
     free = done.tokens
@@ -283,7 +284,7 @@ def test_stop_inside_an_accepted_run(processed: bool, monkeypatch: pytest.Monkey
 def test_drafts_beyond_learned_positions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts may pass the end of the target's context if its positions are rotary. If they are learned embeddings,
     there is no position left, so decoding raises ValueError."""
-    engine = Engine(exact_target(), tiny_draft(exact_target()), depth=6)
+    engine = load(exact_target(), tiny_draft(exact_target()), depth=6)
     prompt = [5] * 500
     assert_same(*both(engine, prompt, max_new_tokens=12))
     monkeypatch.setattr(engine.target.parts, "rotary", False)
@@ -309,7 +310,7 @@ class FailsAfterEnd:
 def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits processors are not called for accepted tokens that lie after the end of the answer."""
     target = tiny_target(dtype=torch.float64)
-    engine = Engine(target, tiny_draft(target), depth=6)
+    engine = load(target, tiny_draft(target), depth=6)
     sampling = Sampling(temperature=1.0, draft="sample") if drawn == "sample" else Sampling()
     if drawn == "sample":  # a uniform of 0 accepts every drafted token
         monkeypatch.setattr(verify, "uniforms", lambda *of: torch.zeros(1, dtype=torch.float64))
@@ -339,7 +340,7 @@ def test_processors_are_asked_for_nothing_after_the_end(end: str, drawn: str, mo
 def test_length_is_kept(wrong: float, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """max_new_tokens ends the answer at exactly that length, also in the middle of a round."""
     target = exact_target(native)
-    engine = Engine(target, tiny_draft(target), depth=5)
+    engine = load(target, tiny_draft(target), depth=5)
     prompt, free = prompt_with_long_answer(engine, 20)
     for n in range(1, 20):
         draft_answer(monkeypatch, prompt + free.tokens, wrong, seed=n)
@@ -352,7 +353,7 @@ def test_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop string may lie within one token or span several. The text ends before it, the tokens end with the one
     that completes it, and the streamed pieces add up to the text."""
     target = exact_target()
-    engine = Engine(target, tiny_draft(target), depth=5)
+    engine = load(target, tiny_draft(target), depth=5)
     prompt, free = prompt_with_long_answer(engine, 60)
     tokens, text = free.tokens, free.text
     starts = {len(target.tokenizer.decode(tokens[:i])) for i in range(len(tokens))}
@@ -463,7 +464,7 @@ def test_simulated_rounds_are_decoded_rounds(depth: int, vocabulary: int, monkey
     decoder does. The text's end cuts the last round."""
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
-    engine = Engine(target, draft, depth=depth)
+    engine = load(target, draft, depth=depth)
     asked = [p for p in prompts(6, longest=12, seed=13) if len(p) > 1]
     fit_head(target, draft, [spoken(engine, asked[0], 40)[0]], depth)
     seen: dict[str, Any] = {}
@@ -528,7 +529,7 @@ def test_breaking_it_is_noticed(
 ) -> None:
     """A mistake in the verification rule or the rollback changes the tokens or stops the engine."""
     target = exact_target(native)
-    engine = Engine(target, tiny_draft(target), depth=4)
+    engine = load(target, tiny_draft(target), depth=4)
     prompt, done = prompt_with_long_answer(engine, 30)
     plain = done.tokens
     replace_function(monkeypatch, owner, name, wrong)
@@ -546,7 +547,7 @@ def test_two_devices(native: bool) -> None:
     """A target on the GPU with its draft on the CPU generates the same tokens as the target alone."""
     made = tiny_target(dtype=torch.float64)
     target = (NativeTarget if native else TransformersTarget)(made.model.to("cuda"), made.tokenizer)
-    engine = Engine(target, tiny_draft(made).cpu(), depth=4)
+    engine = load(target, tiny_draft(made).cpu(), depth=4)
     assert (engine.target.device.type, engine.draft.device.type) == ("cuda", "cpu")
     for prompt in prompts(4, seed=15):
         assert_same(*both(engine, prompt, max_new_tokens=30))
@@ -556,7 +557,7 @@ def test_a_stop_token_that_is_no_special_token_is_not_in_the_text():
     """The stop token is the last token and is not part of the text, even if the tokenizer does not count it among its
     special tokens."""
     target = tiny_target()
-    engine = Engine(target, tiny_draft(target))
+    engine = load(target, tiny_draft(target))
     free = engine.generate("it can fly", max_new_tokens=12)
     stop = next(t for t in free.tokens[1:] if t > 2)
     end = free.tokens.index(stop)
@@ -576,8 +577,8 @@ def test_drafting_while_confident_changes_no_token(temperature, native):
     options = dict(max_new_tokens=30, sampling=sampling)
     drafted = set()
     for prompt in ("it can fly", " wings", "a"):
-        plain = Engine(target, draft, depth=5).generate(prompt, speculate=False, **options)
-        confident = Engine(target, draft, depth=5, confidence=0.005).generate(prompt, **options)
+        plain = load(target, draft, depth=5).generate(prompt, speculate=False, **options)
+        confident = load(target, draft, depth=5, confidence=0.005).generate(prompt, **options)
         assert confident.tokens == plain.tokens
         drafted |= {r.drafted for r in confident.trace.rounds}
     assert min(drafted) >= 1 and max(drafted) <= 5 and len(drafted) > 1
@@ -586,4 +587,4 @@ def test_drafting_while_confident_changes_no_token(temperature, native):
 def test_confidence_outside_its_range_is_refused():
     target = tiny_target()
     with pytest.raises(ValueError, match="confidence"):
-        Engine(target, tiny_draft(target), confidence=1.0)
+        load(target, tiny_draft(target), confidence=1.0)

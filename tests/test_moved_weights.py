@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.targets.loading import target_of
 from support.decoding import fit_head, prompts, spoken
 from support.targets import P_EAGLE, tiny_draft, tiny_target
@@ -51,7 +51,7 @@ def test_a_target_decodes_with_its_present_weights(move: Callable[[Any], Any], n
     """The joined projections of a native target, and all copies, follow the model's parameters to other storage."""
     target = tiny_target(native=native)
     draft = tiny_draft(target)
-    engine, fixed = Engine(target, draft, depth=3), Engine(target)
+    engine, fixed = load(target, draft, depth=3), load(target)
     before = engine.generate(PROMPT, max_new_tokens=12).tokens
     move(target.model)
     draft.to(target.model.lm_head.weight.dtype)
@@ -66,7 +66,7 @@ def test_graphs_of_moved_weights_are_captured_again(monkeypatch: pytest.MonkeyPa
     """A batch that was kept with its graphs, which read weights by address, is not used after they have moved."""
     target = tiny_target(native=True)
     draft = tiny_draft(target)
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     monkeypatch.setattr("fledge.decode.batch.can_capture", lambda target, drafter: True)
     monkeypatch.setattr("fledge.decode.batch.Batch._replays", lambda batch: False)  # kept as on a GPU, but run directly
     kept = []
@@ -83,7 +83,7 @@ def test_graphs_of_moved_weights_are_captured_again(monkeypatch: pytest.MonkeyPa
 def test_a_draft_may_be_converted(method: dict[str, Any], dtype: torch.dtype) -> None:
     target = tiny_target(native=True)
     draft = tiny_draft(target, **method)
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     expected = engine.generate(PROMPT, max_new_tokens=12).tokens
     draft.to(dtype)
     assert engine.generate(PROMPT, max_new_tokens=12).tokens == expected
@@ -93,14 +93,14 @@ def test_a_draft_of_several_engines_reads_the_embedding_of_each_ones_target() ->
     """As for a model and its fine-tuned version: the acceptance in one engine does not depend on the other."""
     target, asked = tiny_target(native=True), prompts(1)
     draft = tiny_draft(target)
-    engine = Engine(target, draft, depth=1)
+    engine = load(target, draft, depth=1)
     fit_head(target, draft, [spoken(engine, prompt, 24)[0] for prompt in asked], 1)
 
     def accepted() -> list[int]:
         return [r.accepted for r in engine.generate(asked[0], max_new_tokens=24).trace.rounds]
 
     expected = accepted()
-    other = Engine(tiny_target(native=True, seed=7), draft, depth=1)
+    other = load(tiny_target(native=True, seed=7), draft, depth=1)
     assert sum(expected) and accepted() == expected
     stream = engine.stream(asked[0], max_new_tokens=24, into=(done := type(engine.generate(asked[0]))()))
     next(stream)
@@ -115,7 +115,7 @@ def test_a_draft_used_with_one_target_after_the_other() -> None:
     for seed in range(6):
         target = tiny_target(native=True, seed=seed)
         draft = tiny_draft(target).to(torch.bfloat16) if draft is None else draft
-        Engine(target, draft, depth=2).generate(PROMPT, max_new_tokens=2)
+        load(target, draft, depth=2).generate(PROMPT, max_new_tokens=2)
         assert torch.equal(draft.embedding, target.embedding.bfloat16())
         del target
         gc.collect()
@@ -125,7 +125,7 @@ def test_a_draft_used_with_one_target_after_the_other() -> None:
 def test_weights_that_move_while_requests_are_decoded() -> None:
     """The model keeps its device and dtype. All requests have its tokens, those that begin afterwards too."""
     target = tiny_target(native=True)
-    engine = Engine(target, tiny_draft(target), depth=2)
+    engine = load(target, tiny_draft(target), depth=2)
     expected = engine.generate(PROMPT, max_new_tokens=20).tokens
     stream = engine.stream(PROMPT, max_new_tokens=20, into=(done := type(engine.generate(PROMPT))()))
     next(stream)
@@ -139,7 +139,7 @@ def test_a_copy_of_the_targets_embedding_follows_it() -> None:
     """As in a draft of another dtype, or on another device."""
     target = tiny_target(native=True)
     draft = tiny_draft(target).to(torch.bfloat16)
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     with torch.no_grad():
         target.embedding.mul_(1.5)
     assert engine.generate(PROMPT, max_new_tokens=4).tokens == target.reference_generate(PROMPT, 4)
@@ -152,7 +152,7 @@ def test_weights_that_went_to_the_host_and_back() -> None:
     weights' old addresses, are not replayed."""
     made, fitted, asked = good_pair()
     model, draft = (copy.deepcopy(x).to("cuda", torch.float32) for x in (made.model, fitted))
-    engine = Engine(target_of(model, made.tokenizer, implementation="native"), draft, depth=4)
+    engine = load(target_of(model, made.tokenizer, implementation="native"), draft, depth=4)
 
     def answers() -> list[list[int]]:
         return [c.tokens for c in engine.generate_all(asked, batch=2, max_new_tokens=20)]

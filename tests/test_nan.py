@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.weights import save_draft
 from fledge.targets.native import NativeTarget
@@ -52,7 +52,7 @@ def test_a_target_that_computes_nan_is_named(made, fledge, job, value):
 
 def test_logits_of_minus_infinity_are_allowed(target, monkeypatch):
     """Logits of -inf are valid, since some models exclude their padding tokens this way."""
-    engine, forward = Engine(target), target.parts.head.forward
+    engine, forward = load(target), target.parts.head.forward
     free = engine.generate([5, 6, 7], max_new_tokens=5).tokens
 
     def forbidding(x):

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fledge.config import ROPE_TYPES
 from fledge.decode import batch
-from fledge.decode.engine import Engine, load
+from fledge.decode.load import load
 from fledge.ops import attention_prompt
 from fledge.targets.loading import load_target, target_of
 from fledge.targets.native import NativeTarget
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Features, Tree
+from fledge.types import Features, Prompt, Tree
 from support.rows import DOCUMENTS, row_of
 from support.targets import greedy_by_transformers, tiny_draft, tiny_target, tiny_tokenizer
 
@@ -128,7 +128,7 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 def prefilled(target: NativeTarget, *prompts: Sequence[int], room: int = 32) -> tuple[Any, Tensor, list[Features]]:
     cache = target.new_cache([len(p) + room for p in prompts])
-    return cache, *target.prefill(prompts, cache, LAYERS)
+    return cache, *target.prefill([Prompt(p) for p in prompts], cache, LAYERS)
 
 
 # -- one pass -----------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_prompt_in_parts_gives_what_it_gives_in_one(
     target = native(model)
     cache, first, found = target.new_cache([40]), 0, []
     for n in parts:
-        last, (part,) = target.prefill([tokens[first : first + n]], cache, LAYERS)
+        last, (part,) = target.prefill([Prompt(tokens[first : first + n])], cache, LAYERS)
         first += n
         assert_near(last[0], logits[first - 1])
         found.append(part)
@@ -235,7 +235,7 @@ def test_prompts_of_several_lengths_run_together(name: str) -> None:
         their_logits, their_features = theirs(model, prompt)
         assert_near(logits, their_logits[-1])
         assert_near(found, their_features)
-    again, none = target.prefill(prompts, target.new_cache([40] * 4))
+    again, none = target.prefill([Prompt(p) for p in prompts], target.new_cache([40] * 4))
     torch.testing.assert_close(again, last, rtol=1e-12, atol=1e-12)
     assert none == []
 
@@ -249,8 +249,8 @@ def test_the_final_state_of_each_prompt_alone(name: str, layers: Sequence[int]) 
     whole, few = (target.new_cache([60] * 3) for _ in range(2))
     for prompts in parts:
         running = [b for b, prompt in enumerate(prompts) if prompt]
-        logits, features = target.prefill(prompts, whole, layers)
-        last, found = target.prefill(prompts, few, layers, final=False)
+        logits, features = target.prefill([Prompt(p) for p in prompts], whole, layers)
+        last, found = target.prefill([Prompt(p) for p in prompts], few, layers, final=False)
         torch.testing.assert_close(last[running], logits[running], rtol=1e-12, atol=1e-12)
         for b in running:
             torch.testing.assert_close(found[b].aux_TAD, features[b].aux_TAD, rtol=0, atol=0)
@@ -314,7 +314,7 @@ def test_a_long_prompt_is_read_in_parts(name: str, monkeypatch: pytest.MonkeyPat
     target = native(model := model_of(**MODELS[name]))
     prompts = [text(n, seed=n) for n in (33, 7, 15, 1)]
     expected = [greedy_by_transformers(model, p, 12) for p in prompts]
-    engine = Engine(target, tiny_draft(target, aux_layers=(1, 2, 3)), depth=3)
+    engine = load(target, tiny_draft(target, aux_layers=(1, 2, 3)), depth=3)
     assert not engine._batching_problem  # which is found by running a text that is longer than the window
     counts: list[int] = []
     prefill = target.prefill

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.kv_cache import PromptRows
 from fledge.ops.attention_prompt import PackedAttention, _flash_supports, causal_attention, without_cudnn_sdpa
+from fledge.types import Prompt
 from support.decoding import assert_same, prompts
 from support.targets import P_EAGLE, SLIDING, tiny_draft, tiny_target
 
@@ -96,12 +97,12 @@ def test_prompts_in_one_pass(kind: str, way: str, monkeypatch: pytest.MonkeyPatc
     target = tiny_target(dtype=torch.float64, native=True, **SLIDING[kind])
     asked = [(p * 30)[:n] for p, n in zip(prompts(6, seed=3), (3, 90, 17, 70, 1, 40), strict=True)]
     draft = None if way == "no draft" else tiny_draft(target, **(P_EAGLE if way == "one pass" else {}))
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     alone = [engine.generate(p, max_new_tokens=6) for p in asked]
     singles = []
     for prompt in asked:
         cache = target.new_cache([len(prompt)])
-        logits, [features] = target.prefill([prompt], cache, (1, 4, 8))
+        logits, [features] = target.prefill([Prompt(prompt)], cache, (1, 4, 8))
         singles.append((logits[0], features, cache.pool.buffer[..., : len(prompt), :].clone()))
         cache.select([])
     made: list[int] = []
@@ -113,7 +114,7 @@ def test_prompts_in_one_pass(kind: str, way: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("fledge.drafts.kv_cache.PackedAttention", Grouped)
     cache = target.new_cache([len(p) for p in asked])
-    logits_BV, features = target.prefill(asked, cache, (1, 4, 8))
+    logits_BV, features = target.prefill([Prompt(p) for p in asked], cache, (1, 4, 8))
     assert cache.lengths == cache.length_B.tolist() == [len(p) for p in asked]
     for i, (logits_V, of_one, kept) in enumerate(singles):
         first, length = cache.segments[i][0], len(asked[i])
@@ -133,7 +134,7 @@ def test_what_the_host_knows_of_lengths() -> None:
     target = tiny_target(native=True)
     cache = target.new_cache([40, 40, 40])
     for parts in ([[5] * 4, [6], [7] * 9], [[5] * 3, [], [6]]):
-        target.prefill(parts, cache)
+        target.prefill([Prompt(p) for p in parts], cache)
     assert cache.known_lengths == cache.length_B.tolist() == [7, 1, 10]
     cache.select([2, 0])
     assert cache.known_lengths == cache.length_B.tolist() == [10, 7]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.io import machine
 from fledge.ops import packed_weight, products
 from fledge.ops.packed_weight import (
@@ -137,7 +137,7 @@ def test_decoding(family: str, tree: bool, used: list[int]) -> None:
     target = target_of_16_bits(family=family, tie_word_embeddings=family == "llama")
     options = dict(mode="tree", nodes=8, width=3) if tree else {}
     draft = tiny_draft(target, draft_vocab_size=100).bfloat16().float()
-    engine = Engine(target, draft, depth=3, **options)
+    engine = load(target, draft, depth=3, **options)
     prompts = [PROMPT, [9], [3, 4, 5, 6, 7, 8]]
     expected = [target.reference_generate(p, max_new_tokens=12) for p in prompts]
     for batch in (1, 3):
@@ -153,7 +153,7 @@ def test_decoding(family: str, tree: bool, used: list[int]) -> None:
 def test_targets_that_transformers_computes(family: str, used: list[int]) -> None:
     """Their linear layers have copies while fledge decodes. At any other time, the model computes with its weights."""
     target = target_of_16_bits(native=False, family=family)
-    engine, prompts = Engine(target, tiny_draft(target, draft_vocab_size=100), depth=3), [PROMPT, [9], PROMPT * 2]
+    engine, prompts = load(target, tiny_draft(target, draft_vocab_size=100), depth=3), [PROMPT, [9], PROMPT * 2]
     expected = [target.reference_generate(p, max_new_tokens=12) for p in prompts]
     assert not used
     for batch in (1, 3):
@@ -194,7 +194,7 @@ def another_head(model: nn.Module) -> None:
 @pytest.mark.parametrize("change", [changed_in_place, changed_through_data, one_row_of_a_part, another_head])
 def test_changed_weights_are_packed_again(change, used: list[int]) -> None:
     target = target_of_16_bits()
-    engine = Engine(target)
+    engine = load(target)
     engine.generate_all([PROMPT], max_new_tokens=4)
     before = target._packed
     engine.generate_all([PROMPT], max_new_tokens=4)
@@ -252,7 +252,7 @@ def test_the_copies_of_a_draft(half: bool, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(packed_weight, "copy_of", lambda w, half: (copied.append(tuple(w.shape)), copy_of(w, half))[1])
     target = target_of_16_bits()
     draft = tiny_draft(target, draft_vocab_size=100, num_hidden_layers=2).bfloat16().float()
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     for _ in range(2):
         engine.generate_all([PROMPT], max_new_tokens=20)
         assert len(copied) == 8 * 4 + 1 + 2 * 4 + 3
@@ -261,13 +261,13 @@ def test_the_copies_of_a_draft(half: bool, monkeypatch: pytest.MonkeyPatch) -> N
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3)).bfloat16())
     found = engine.generate(PROMPT, max_new_tokens=20)
     assert len(copied) == 8 * 4 + 1 + 2 * (2 * 4 + 3)
-    fresh = Engine(target, draft, depth=3).generate(PROMPT, max_new_tokens=20)
+    fresh = load(target, draft, depth=3).generate(PROMPT, max_new_tokens=20)
     assert (found.tokens, found.trace.rounds[0].accepted) == (fresh.tokens, fresh.trace.rounds[0].accepted)
 
 
 def test_a_head_that_is_not_packed_is_the_present_one() -> None:
     target = tiny_target(native=True, dtype=torch.float64)
-    engine = Engine(target)
+    engine = load(target)
     engine.generate_all([PROMPT], max_new_tokens=4)
     another_head(target.model)
     expected = target.reference_generate(PROMPT, max_new_tokens=12)
@@ -279,12 +279,12 @@ def test_a_model_made_in_inference_mode(used: list[int]) -> None:
         target = target_of_16_bits()
     for prompt in (PROMPT, PROMPT * 5):  # of few rows, and of more
         expected = target.reference_generate(prompt, max_new_tokens=12)
-        assert Engine(target).generate_all([prompt], max_new_tokens=12)[0].tokens == expected and used
+        assert load(target).generate_all([prompt], max_new_tokens=12)[0].tokens == expected and used
 
 
 def test_copies_of_a_target_pack_anew(used: list[int]) -> None:
     target = target_of_16_bits()
-    expected = Engine(target).generate_all([PROMPT], max_new_tokens=12)[0].tokens
+    expected = load(target).generate_all([PROMPT], max_new_tokens=12)[0].tokens
     for other in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
         used.clear()
-        assert Engine(other).generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected and used
+        assert load(other).generate_all([PROMPT], max_new_tokens=12)[0].tokens == expected and used

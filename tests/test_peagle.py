@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fledge.data.documents import Document
 from fledge.data.vocab import choose_mask_token
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from fledge.ops import training
@@ -229,7 +229,7 @@ def fitted_draft() -> tuple[Draft, list[list[int]]]:
     target = exact_target()
     draft = tiny_draft(target, num_hidden_layers=2, hidden_size=256, intermediate_size=256, **P_EAGLE)
     asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
-    plain = Engine(target)
+    plain = load(target)
     fit_head(target, draft, [spoken(plain, p, 40)[0] for p in asked], 4)
     return draft, asked
 
@@ -251,7 +251,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_is_vanilla(way: str, native: bool) -> None:
     target, draft, asked = pair(native)
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     accepted = 0
     together = engine.generate_all(asked, batch=3, max_new_tokens=30)
     for prompt, beside in zip(asked, together, strict=True):
@@ -268,7 +268,7 @@ def test_greedy_is_vanilla(way: str, native: bool) -> None:
 @pytest.mark.parametrize("way", ["parallel", "tree"])
 def test_sampled_is_vanilla_at_the_same_seed(way: str, name: str, native: bool) -> None:
     target, draft, asked = pair(native)
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     for i, prompt in enumerate(asked[:4]):
         assert_same(*both(engine, prompt, max_new_tokens=20, sampling=Sampling(**SAMPLINGS[name]), request=i))
 
@@ -277,7 +277,7 @@ def test_sampled_is_vanilla_at_the_same_seed(way: str, name: str, native: bool) 
 @pytest.mark.parametrize("confidence", [0.0, 0.05])
 def test_sampled_drafts_together_and_alone(confidence: float, native: bool) -> None:
     target, draft, asked = pair(native)
-    engine = Engine(target, draft, depth=4, confidence=confidence)
+    engine = load(target, draft, depth=4, confidence=confidence)
     options = dict(max_new_tokens=20, sampling=Sampling(temperature=0.9, draft="sample", seed=4))
     together = engine.generate_all(asked, batch=4, **options)
     assert [c.tokens for c in together] == [
@@ -317,15 +317,13 @@ def test_a_chain_is_the_tree_one_wide() -> None:
 
 def test_modes_of_drafting() -> None:
     target, draft, _ = pair()
-    assert Engine(target, draft, mode="chain").drafting.mode == "parallel", (
-        "a P-EAGLE draft makes its chain in one pass"
-    )
+    assert load(target, draft, mode="chain").drafting.mode == "parallel", "a P-EAGLE draft makes its chain in one pass"
     with pytest.raises(ValueError, match="is always stable"):
-        Engine(target, draft, stable=False)
+        load(target, draft, stable=False)
     with pytest.raises(ValueError, match="parallel needs a draft of P-EAGLE"):
-        Engine(target, tiny_draft(target), mode="parallel")
-    assert Engine(target, draft).drafting.mode == "parallel"
-    assert Engine(target, tiny_draft(target)).drafting.mode == "chain"
+        load(target, tiny_draft(target), mode="parallel")
+    assert load(target, draft).drafting.mode == "parallel"
+    assert load(target, tiny_draft(target)).drafting.mode == "chain"
 
 
 @pytest.mark.gpu
@@ -334,7 +332,7 @@ def test_on_a_gpu() -> None:
     made, draft, asked = pair()
     for way, kind in itertools.product(WAYS.values(), (TransformersTarget, NativeTarget)):
         target = kind(copy.deepcopy(made.model).to("cuda"), made.tokenizer)
-        engine = Engine(target, copy.deepcopy(draft).to("cuda"), **way)
+        engine = load(target, copy.deepcopy(draft).to("cuda"), **way)
         for done, prompt in zip(engine.generate_all(asked, batch=3, max_new_tokens=20), asked, strict=True):
             assert_same(done, engine.generate(prompt, max_new_tokens=20, speculate=False))
     target = tiny_target(tokenizer=False, hidden_size=64, head_dim=16)

@@ -17,12 +17,13 @@ import torch
 
 from fledge.decode import batch as batches
 from fledge.decode.chance import ChanceWarning
-from fledge.decode.engine import Completion, Engine
+from fledge.decode.engine import Completion
+from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.measure.run import ranking_of
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Sampling, TreeShape
+from fledge.types import Prompt, Sampling, TreeShape
 from support.decoding import prompts
 from support.sizes import RandomSizes
 from support.targets import P_EAGLE, SLIDING, tiny_draft, tiny_target
@@ -108,7 +109,7 @@ def pair(target: str, native: bool, draft: str, dtype: torch.dtype, device: str)
 
 def decode(setting: Setting, dtype: torch.dtype, device: str) -> tuple[list[Completion], list[Completion]]:
     """The completions with and without the draft."""
-    engine = Engine(*pair(setting.target, setting.native, setting.draft, dtype, device), **setting.drafting)
+    engine = load(*pair(setting.target, setting.native, setting.draft, dtype, device), **setting.drafting)
     if engine.chooser is not None:
         RandomSizes(engine, seed=setting.options["request"])
     with warnings.catch_warnings():
@@ -152,7 +153,7 @@ def test_random_settings_in_float32(device: str, captured: bool, monkeypatch: py
                 ties += 1
                 agreed = next(j for j, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
                 prefix = setting.prompts[i] + a.tokens[:agreed]
-                logits_1V, _ = exact.prefill([prefix], exact.new_cache([len(prefix)]))
+                logits_1V, _ = exact.prefill([Prompt(prefix)], exact.new_cache([len(prefix)]))
                 number = setting.options["request"] + i
                 first, second = ranking_of(setting.samplings[i], number, prefix, logits_1V[0]).topk(2).values.tolist()
                 assert first - second < 1e-3, (case, i, agreed)

@@ -48,6 +48,7 @@ from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence
 from fledge.train.row_pass import Objective
 from fledge.train.setup.options import TrainOptions
 from fledge.train.trainer import Schedule
+from fledge.types import Prompt
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.mutations import replace_function
@@ -242,7 +243,9 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
     ours, theirs = (target.features(row, layers) for target in (sharded, whole))
     pairs = {"aux": (ours.aux_TAD, theirs.aux_TAD), "last": (ours.last_TD, theirs.last_TD)}
     pairs["logits"] = sharded.logits(ours.last_TD), whole.logits(theirs.last_TD)
-    pairs["prefill"] = tuple(target.prefill([[5, 6, 7, 8]], target.new_cache())[0] for target in (sharded, whole))
+    pairs["prefill"] = tuple(
+        target.prefill([Prompt([5, 6, 7, 8])], target.new_cache())[0] for target in (sharded, whole)
+    )
     mine, others = sharded.last_layer_weights(), whole.last_layer_weights()
     assert mine.keys() == others.keys()
     pairs |= {name: (mine[name], weight) for name, weight in others.items()}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fledge.data.read import read_records
-from fledge.decode.engine import load
+from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.targets import loading
 from support.chats import tiny_chats

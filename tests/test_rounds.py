@@ -28,6 +28,7 @@ from fledge.decode import batch as batches
 from fledge.decode import engine as engines
 from fledge.decode import rounds, scheduler
 from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.decode.prepare import Prepared, prepare
 from fledge.decode.request import Completion
 from fledge.decode.sampling import BatchSampling
@@ -108,7 +109,7 @@ def test_requests_come_and_go(way: str, captured: list[int], monkeypatch: pytest
     sampled and penalized side by side, and a graph is captured for each number of places and kind of sampling once."""
     monkeypatch.setattr(scheduler, "BEGINNING", 0.0)  # the same requests run together in both calls
     target, draft, _ = good_pair(native=True)
-    engine = Engine(target, draft, **WAYS[way])
+    engine = load(target, draft, **WAYS[way])
     asked = [p for p in prompts(20, longest=14, seed=2) if len(p) > 1][:9]
     mixed = [
         Sampling(),
@@ -139,7 +140,7 @@ def test_another_size_is_drafted(way: dict[str, Any], captured: list[int], monke
     """Graphs of several sizes take turns with the same requests."""
     monkeypatch.setattr(batches, "HELD", 3)
     target, draft, _ = good_pair(native=True)
-    engine = Engine(target, draft, **way)
+    engine = load(target, draft, **way)
     asked = prompts(5, longest=14, seed=2)
     plain = engine.generate_all(asked, max_new_tokens=30, speculate=False)
     for seed in range(2):
@@ -170,9 +171,9 @@ def test_nothing_is_captured_after_preparing(
     drafting = WAYS[way.removesuffix(", auto")]
     if way.endswith(", auto"):
         drafting = drafting | dict(depth="auto") | (dict(nodes="auto") if "nodes" in drafting else {})
-    engine = Engine(target, draft, **drafting)
+    engine = load(target, draft, **drafting)
     asked = prompts(18, longest=30, seed=2)
-    plain = Engine(target).generate_all(asked, batch=1, max_new_tokens=20)
+    plain = load(target).generate_all(asked, batch=1, max_new_tokens=20)
     shown: list[Any] = []
 
     @contextmanager
@@ -199,7 +200,7 @@ def test_nothing_is_captured_after_preparing(
     assert engine.prepare(3, tokens=50, temperature=1.0).rounds == kinds
     longer = engine.generate_all([p * 4 for p in asked[:6]], batch=3, max_new_tokens=40)
     assert [c.tokens for c in longer] == [
-        c.tokens for c in Engine(target).generate_all([p * 4 for p in asked[:6]], batch=3, max_new_tokens=40)
+        c.tokens for c in load(target).generate_all([p * 4 for p in asked[:6]], batch=3, max_new_tokens=40)
     ]
     assert pools_of(engine) != before, "the caches have grown"
 
@@ -207,7 +208,7 @@ def test_nothing_is_captured_after_preparing(
 def test_checks_end_no_graphs(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks of a target use separate caches: the prepared buffers, whose addresses are in the graphs, do not grow."""
     target, draft, _ = good_pair(native=True)
-    engine = Engine(target, draft, depth="auto")
+    engine = load(target, draft, depth="auto")
     engine.prepare(1, tokens=20)
     before = pools_of(engine)
 
@@ -223,7 +224,7 @@ def test_several_engines_are_prepared_together(captured: list[int], monkeypatch:
     """Two drafts and no draft, which share a target: none ends the graphs of another."""
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 1)
     target, draft, asked = good_pair(native=True)
-    engines = [Engine(target, draft, depth=2), Engine(target, draft, depth=4)]
+    engines = [load(target, draft, depth=2), load(target, draft, depth=4)]
     arms = [*((engine, True) for engine in engines), (engines[0], False)]
     done = prepare(arms, 4, tokens=60)
     assert done.rounds == len(captured) == 9
@@ -238,11 +239,11 @@ def test_where_nothing_is_captured_nothing_is_prepared(captured: list[int], monk
     def refuse(label: str, total: int) -> Any:
         raise AssertionError("there is nothing to count")
 
-    engine = Engine(target, draft, depth=2)
+    engine = load(target, draft, depth=2)
     assert engine.prepare(4, processors=[lambda ids, scores: scores], count=refuse) == Prepared()
     monkeypatch.setattr(batches, "can_capture", rounds.can_capture)
-    assert Engine(target, draft, depth=2).prepare(4, count=refuse) == Prepared() and not captured
-    tree = Engine(target, draft, mode="tree", nodes=8, width=2, depth=3)
+    assert load(target, draft, depth=2).prepare(4, count=refuse) == Prepared() and not captured
+    tree = load(target, draft, mode="tree", nodes=8, width=2, depth=3)
     for options, error in ((dict(temperature=1.0, draft="sample"), ValueError), (dict(batch=0), ValueError)):
         with pytest.raises(error):
             tree.prepare(**options)
@@ -282,7 +283,7 @@ def test_nothing_is_captured_after_preparing_on_a_gpu(
 ) -> None:
     made = tiny_target()
     target = target_of(made.model.to("cuda", torch.bfloat16), made.tokenizer, implementation="native")
-    engine = Engine(target, tiny_draft(target).to("cuda"), **drafting)
+    engine = load(target, tiny_draft(target).to("cuda"), **drafting)
     prepared = engine.prepare(3, tokens=60, temperature=0.8, top_k=9)
     assert prepared.rounds >= 3 and prepared.bytes > 0
 
@@ -316,7 +317,7 @@ def test_a_round_follows_the_one_before_into_another_stream(
     monkeypatch.setattr(rounds, "current_stream", lambda device: current)
     monkeypatch.setattr(batches, "current_stream", lambda device: current)
     target, draft, _ = good_pair(native=True)
-    pieces = Engine(target, draft, depth=2).stream("one two three", max_new_tokens=40)
+    pieces = load(target, draft, depth=2).stream("one two three", max_new_tokens=40)
     for n in range(6):
         current = streams[n % 2]
         next(pieces)
@@ -330,7 +331,7 @@ def test_each_round_in_another_stream(speculate: bool) -> None:
     """The tokens stay the same where rounds are asked for in two streams by turns, of which one is late."""
     made, draft, asked = good_pair()
     model, draft = (copy.deepcopy(x).to("cuda", torch.float32) for x in (made.model, draft))
-    engine = Engine(target_of(model, made.tokenizer, implementation="native"), draft, depth=4)
+    engine = load(target_of(model, made.tokenizer, implementation="native"), draft, depth=4)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for prompt in asked[:3]:
         given: dict[str, Any] = dict(max_new_tokens=30, speculate=speculate)
@@ -366,7 +367,7 @@ def test_places_take_requests_and_give_them_back() -> None:
 
 def test_one_pass_drafts(captured: list[int]) -> None:
     target = tiny_target(dtype=torch.float64, native=True)
-    engine = Engine(target, tiny_draft(target, **P_EAGLE), depth=3)
+    engine = load(target, tiny_draft(target, **P_EAGLE), depth=3)
     asked = prompts(5, seed=6)
     fast, plain = (engine.generate_all(asked, batch=2, max_new_tokens=20, speculate=s) for s in (True, False))
     assert captured and [c.tokens for c in fast] == [c.tokens for c in plain]
@@ -375,7 +376,7 @@ def test_one_pass_drafts(captured: list[int]) -> None:
 def test_an_engine_goes_on_after_an_abandoned_stream(captured: list[int]) -> None:
     """A stream that is closed half-way leaves nothing behind in the graphs' places."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth=4)
+    engine = load(target, draft, depth=4)
     expected = engine.generate(asked[0], max_new_tokens=30).tokens
     for stop in (1, 3):
         stream = engine.stream(asked[1], max_new_tokens=30)
@@ -438,7 +439,7 @@ def test_two_devices(way: str, captured: list[int], request: pytest.FixtureReque
     kinds = [mixed] if WAYS.get(way, {}).get("mode") else [mixed, drawn]
     done: list[list[Any]] = []
     for _ in range(2):
-        engine = Engine(target, draft, **WAYS.get(way, dict(depth=3)))
+        engine = load(target, draft, **WAYS.get(way, dict(depth=3)))
         done.append([])
         for kind in kinds:
             done[-1] += engine.generate_all(asked, batch=3, sampling=kind * 3, max_new_tokens=20)
@@ -460,7 +461,7 @@ def test_two_devices(way: str, captured: list[int], request: pytest.FixtureReque
 def test_bytes_of_rounds_without_graphs(two_devices: None) -> None:
     """Decoded directly, a round copies the rows that were committed last, and no more."""
     target, draft, asked = good_pair(native=True)
-    found = Engine(target, draft, depth=4).generate(asked[0], max_new_tokens=20).trace.rounds
+    found = load(target, draft, depth=4).generate(asked[0], max_new_tokens=20).trace.rounds
     fresh = [1, *(r.accepted + 1 for r in found)]
     assert [r.copied_bytes for r in found] == [
         8 * (rows * (3 * 32 + 2) + 2 + 5) for rows in fresh[: len(found)]
@@ -539,13 +540,13 @@ def test_the_pool_grows_for_a_request_that_does_not_run(
     """A request that ends with its first token makes the pool grow while graphs of the other requests are loaded."""
     target, draft, (one, two, three, *_) = good_pair(native=True)
     long = [t % 400 for t in range(2, 222)]
-    first = Engine(target).generate(long, max_new_tokens=1).tokens
-    early = Engine(target).generate(two, max_new_tokens=9).tokens[-1]  # so that `long` begins beside `one`
+    first = load(target).generate(long, max_new_tokens=1).tokens
+    early = load(target).generate(two, max_new_tokens=9).tokens[-1]  # so that `long` begins beside `one`
     monkeypatch.setattr(type(target), "stop_ids", frozenset([*first, early]))
     asked = [one, two, long, three]
-    alone = [Engine(target).generate(p, max_new_tokens=40).tokens for p in asked]
+    alone = [load(target).generate(p, max_new_tokens=40).tokens for p in asked]
     assert alone[2] == first and len(alone[1]) < len(alone[0])
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     done = engine.generate_all(asked, batch=2, max_new_tokens=40, speculate=speculate)
     assert [c.tokens for c in done] == alone
 
@@ -553,10 +554,10 @@ def test_the_pool_grows_for_a_request_that_does_not_run(
 def test_the_pool_grows_between_the_rounds_of_a_stream(captured: list[int]) -> None:
     """Another stream, of a longer prompt, or a check of the target, begins while the graphs of one are loaded."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     long = [t % 400 for t in range(2, 300)]
     expected = [engine.generate(p, max_new_tokens=30, speculate=False).text for p in (asked[0], long)]
-    engine = Engine(target, draft, depth=3)
+    engine = load(target, draft, depth=3)
     one = engine.stream(asked[0], max_new_tokens=30)
     pieces, before = [next(one) for _ in range(3)], target.pool.slots
     other = engine.stream(long, max_new_tokens=30)
@@ -564,7 +565,7 @@ def test_the_pool_grows_between_the_rounds_of_a_stream(captured: list[int]) -> N
     assert target.pool.slots > before > 0
     for _ in range(3):
         pieces.append(next(one))
-        Engine(target, draft, mode="tree", nodes=6, width=2, depth=3)
+        load(target, draft, mode="tree", nodes=6, width=2, depth=3)
         others.append(next(other))
     assert "".join([*pieces, *one]) == expected[0] and "".join([*others, *other]) == expected[1]
 
@@ -572,7 +573,7 @@ def test_the_pool_grows_between_the_rounds_of_a_stream(captured: list[int]) -> N
 def test_processors_are_called_without_graphs(captured: list[int]) -> None:
     """Requests with logits processors decode step by step beside graphs of other calls, to the same tokens."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth=4)
+    engine = load(target, draft, depth=4)
     prefixes: list[int] = []
 
     def note(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -606,7 +607,7 @@ def test_rounds_that_are_not_captured_are_announced(
             engine.generate(asked[0], max_new_tokens=4, **options)
         return [str(w.message) for w in seen if w.category is rounds.EagerWarning]
 
-    engine = Engine(target, draft, **drafting)
+    engine = load(target, draft, **drafting)
     assert not announced(**sampling), "nothing is captured on a CPU"
     monkeypatch.setattr(engines, "can_capture", lambda target, drafter: True)
     monkeypatch.setattr(engines, "has_kernels", lambda device, dtype: True)
@@ -614,7 +615,7 @@ def test_rounds_that_are_not_captured_are_announced(
     assert not announced(**sampling)
     monkeypatch.undo()
     monkeypatch.setattr(engines, "can_capture", lambda target, drafter: True)
-    engine = Engine(target, draft)
+    engine = load(target, draft)
     assert not announced(speculate=False)
     (message,) = announced()
     assert message.endswith("since the draft is in float64 on cpu")
@@ -623,7 +624,7 @@ def test_rounds_that_are_not_captured_are_announced(
 def test_places_without_a_request_stay_in_their_slots(captured: list[int]) -> None:
     """Three requests in four places: the fourth writes to slots of its own however long the others take."""
     target, draft, asked = good_pair(native=True)
-    engine = Engine(target, draft, depth=4)
+    engine = load(target, draft, depth=4)
     engine.generate_all(asked[:3], batch=3, max_new_tokens=40)
     (batch,) = engine._idle_batches[True]
     (graphs,) = [g for key, g in batch.graphs.items() if key[0] == 4]

@@ -8,7 +8,7 @@ import pytest
 
 from fledge.decode import batch as batches
 from fledge.decode import scheduler
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.decode.scheduler import Beginning
 from support.trees import good_pair
 
@@ -80,7 +80,7 @@ def test_prefills_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine prefills requests together, to the tokens of each alone, and a stream begins at once."""
     monkeypatch.setattr(scheduler, "BEGINNING", 10.0)  # seconds: none begins alone, however slow the machine is
     target, draft, asked = good_pair(native=True)
-    engine, together = Engine(target, draft, depth=2), []
+    engine, together = load(target, draft, depth=2), []
     asked = [[*p[: 1 + i % 5], 7 + i] for i, p in enumerate(asked * 5)]
     expected = [engine.generate(p, max_new_tokens=6 + i % 9).tokens for i, p in enumerate(asked)]
     begin = batches.Joining.__init__

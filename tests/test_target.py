@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from fledge.config import DraftConfig, RopeConfig, default_aux_layers
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.interface import UNLIMITED
@@ -27,7 +27,7 @@ from fledge.targets.source import LiveFeatures
 from fledge.targets.structure import CACHE_ARGUMENTS, cache_argument
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.memory import resize_row
-from fledge.types import Features, Tree
+from fledge.types import Features, Prompt, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
 from support.targets import greedy_by_transformers, tiny_draft, tiny_target, tiny_target_directory, tiny_tokenizer
@@ -278,13 +278,13 @@ def test_without_layers_only_the_final_state_is_returned():
     features = target.features(row_of(9, length=9), ())
     assert features.aux_TAD.shape == (9, 0, 32) and features.last_TD.shape == (9, 32)
     cache = target.new_cache()
-    _, (read,) = target.prefill([tokens.tolist()], cache, ())
+    _, (read,) = target.prefill([Prompt(tokens.tolist())], cache, ())
     assert read.aux_TAD.shape == (9, 0, 32)
     torch.testing.assert_close(read.last_TD, features.last_TD)
-    _, (ended,) = target.prefill([tokens.tolist()], target.new_cache(), (), final=False)
+    _, (ended,) = target.prefill([Prompt(tokens.tolist())], target.new_cache(), (), final=False)
     torch.testing.assert_close(ended.last_TD, features.last_TD[-1:])
     assert target.verify(Tree.chain(tokens[None]), cache, ())[1].aux_TAD.shape == (9, 0, 32)
-    _, none = target.prefill([tokens.tolist()], cache := target.new_cache())
+    _, none = target.prefill([Prompt(tokens.tolist())], cache := target.new_cache())
     assert none == [] and target.verify(Tree.chain(tokens[None]), cache)[1] is None
 
 
@@ -318,7 +318,7 @@ def test_decoding_gives_the_same_features_and_logits_as_one_pass():
         torch.testing.assert_close(own[0], logits[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.aux_TAD, whole.aux_TAD[a:b], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(features.last_TD, whole.last_TD[a:b], rtol=1e-4, atol=1e-4)
-    last, none = target.prefill([tokens.tolist()], target.new_cache())
+    last, none = target.prefill([Prompt(tokens.tolist())], target.new_cache())
     assert none == [] and last.shape == (1, 100)
     torch.testing.assert_close(last, logits[-1:], rtol=1e-4, atol=1e-4)
 
@@ -340,7 +340,7 @@ def test_layers_on_several_devices(monkeypatch):
         layer.register_forward_pre_hook(move, with_kwargs=True)
     layers, cache = (1, 4, 6), TargetCache()
     with torch.inference_mode():
-        logits_BV, features = target.prefill([[5, 6, 7], [8, 9]], cache, layers)
+        logits_BV, features = target.prefill([Prompt([5, 6, 7]), Prompt([8, 9])], cache, layers)
         found = [logits_BV, *vars(features[1]).values()]
         root_BN = torch.tensor([[5, 6], [7, 8]], device="meta")
         for tree in (Tree.chain(root_BN), Tree(root_BN, torch.tensor([[-1, 0], [-1, 0]], device="meta"), 1)):
@@ -558,7 +558,7 @@ def test_a_running_state_decodes_as_transformers_does(family, recompute, monkeyp
     target, prompt = target_that_speaks(family, monkeypatch), some_tokens(7, seed=3, vocab=400).tolist()
     if recompute:
         monkeypatch.setattr(TransformersTarget, "_cache_is_exact", False)
-    done = Engine(target).generate(prompt, max_new_tokens=24)
+    done = load(target).generate(prompt, max_new_tokens=24)
     assert done.tokens == greedy_by_transformers(target.model, prompt, 24, **UNSTOPPED) and len(set(done.tokens)) > 4
 
 
@@ -626,10 +626,10 @@ def test_no_cache_is_passed_by_a_deprecated_name(family: str, recwarn: pytest.Wa
 def test_running_states_are_decoded_one_by_one(monkeypatch):
     target = target_that_speaks("Qwen3Next", monkeypatch)
     prompts = [some_tokens(n, seed=n, vocab=400).tolist() for n in (5, 9, 7)]
-    together = Engine(target).generate_all(prompts, max_new_tokens=8)
+    together = load(target).generate_all(prompts, max_new_tokens=8)
     assert [d.tokens for d in together] == [greedy_by_transformers(target.model, p, 8, **UNSTOPPED) for p in prompts]
     with pytest.raises(ValueError, match=r"its state cannot be rolled back.*; decode them one by one"):
-        Engine(target).generate_all(prompts, batch=2)
+        load(target).generate_all(prompts, batch=2)
 
 
 @pytest.fixture(scope="module")

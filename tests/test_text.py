@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.decode.text import TextStream
 from support.decoding import prompts
 from support.targets import exact_target, tiny_tokenizer
@@ -137,7 +137,7 @@ def test_the_text_of_a_copy() -> None:
 
 def test_text_is_read_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of many prompts are decoded when they are complete, and are those of the stream."""
-    engine, asked = Engine(exact_target()), prompts(3)
+    engine, asked = load(exact_target()), prompts(3)
     streamed = ["".join(engine.stream(p, max_new_tokens=12)) for p in asked]
     taken: list[str] = []
     monkeypatch.setattr(TextStream, "take", lambda stream: taken.append(stream.text))

@@ -13,6 +13,7 @@ import torch
 
 from fledge.__main__ import SPINS
 from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.targets.loading import target_of
 from support.targets import BOTH_IMPLEMENTATIONS, tiny_draft, tiny_target, tiny_tokenizer
 
@@ -41,7 +42,7 @@ def in_a_batch(engine: Engine, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("drafting", [dict(depth=3), dict(mode="tree", depth=3, nodes=8), dict(depth="auto")], ids=str)
 def test_threads_get_the_answers_that_they_would_get_alone(drafting: dict, native: bool) -> None:
     target = tiny_target(dtype=torch.float64, native=native)
-    engines = [Engine(target, tiny_draft(target), **drafting), Engine(target)]
+    engines = [load(target, tiny_draft(target), **drafting), load(target)]
     expected = {tuple(p): engines[1].generate(p, max_new_tokens=NEW).tokens for p in PROMPTS}
 
     def ask(number: int) -> None:
@@ -58,11 +59,11 @@ def test_threads_get_the_answers_that_they_would_get_alone(drafting: dict, nativ
 def test_engines_are_made_while_another_decodes(native: bool) -> None:
     """Whether a target verifies trees is found by running it, which must not come between the passes of a round."""
     target = tiny_target(dtype=torch.float64, native=native)
-    engine, draft = Engine(target, tiny_draft(target), depth=3), tiny_draft(target)
+    engine, draft = load(target, tiny_draft(target), depth=3), tiny_draft(target)
     expected = engine.generate(PROMPTS[0], max_new_tokens=NEW).tokens
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(whole, engine, PROMPTS[0]) for _ in range(8)]
-        made = [threads.submit(Engine, target, draft, mode="tree", nodes=8, width=2, depth=3) for _ in range(40)]
+        made = [threads.submit(load, target, draft, mode="tree", nodes=8, width=2, depth=3) for _ in range(40)]
         assert [done.result(120) for done in asked] == [expected] * 8 and all(m.result(120) for m in made)
 
 
@@ -70,9 +71,9 @@ def test_targets_of_one_model_take_turns() -> None:
     """Hooks of the model read what its passes compute, whichever target runs it."""
     model = tiny_target(dtype=torch.float64).model
     targets = [target_of(model, tiny_tokenizer(), implementation="transformers") for _ in range(2)]
-    engines = [Engine(target, tiny_draft(target), depth=3) for target in targets]
+    engines = [load(target, tiny_draft(target), depth=3) for target in targets]
     expected = engines[0].generate(PROMPTS[0], max_new_tokens=NEW).tokens
-    assert engines[0]._lock is engines[1]._lock is not Engine(tiny_target())._lock
+    assert engines[0]._lock is engines[1]._lock is not load(tiny_target())._lock
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(whole, engines[i % 2], PROMPTS[0]) for i in range(8)]
         assert [done.result(120) for done in asked] == [expected] * 8
@@ -80,7 +81,7 @@ def test_targets_of_one_model_take_turns() -> None:
 
 def test_a_stream_that_waits_holds_nobody_up() -> None:
     target = tiny_target(dtype=torch.float64, native=True)
-    engine = Engine(target, tiny_draft(target), depth=3)
+    engine = load(target, tiny_draft(target), depth=3)
     waiting = engine.stream(PROMPTS[0], max_new_tokens=NEW)
     next(waiting)
     with ThreadPoolExecutor(1) as threads:

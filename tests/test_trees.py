@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fledge.decode import shapes, sources
 from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.decode.propose import Drafting
 from fledge.decode.state import RoundState
 from fledge.drafts.draft import Draft
@@ -26,7 +27,7 @@ from fledge.ops.trees import Candidates, FreshRows
 from fledge.targets.cache import TargetCache
 from fledge.targets.native import NativeDecoder
 from fledge.targets.transformers import TransformersTarget
-from fledge.types import Sampling, Tree, TreeShape, Verdict
+from fledge.types import Prompt, Sampling, Tree, TreeShape, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.devices import on_device
 from support.mutations import replace_function
@@ -37,7 +38,7 @@ SLIDING = dict(sliding_window=8)
 
 
 def engine_of(target: TransformersTarget, draft: Draft, **options: Any) -> Engine:
-    return Engine(target, draft, **{"mode": "tree", **options})
+    return load(target, draft, **{"mode": "tree", **options})
 
 
 class Reread:
@@ -211,7 +212,7 @@ def test_every_node_sees_its_path(name: str, native: bool) -> None:
     tokens = torch.randint(400, (40,), generator=torch.Generator().manual_seed(1))
     tree = Tree(tokens[None, 20:28], torch.tensor([[-1, 0, 0, 1, 1, 2, 4, 6]]), 4)
     cache = target.new_cache([60])
-    target.prefill([tokens[:20].tolist()], cache)
+    target.prefill([Prompt(tokens[:20].tolist())], cache)
     found, features = target.verify(tree, cache, (2, 4, 5))
     for node, path in {3: [0, 1, 3], 5: [0, 2, 5], 7: [0, 1, 4, 6, 7]}.items():
         line = torch.cat([tokens[:20], tree.token_BN[0, path]])
@@ -295,7 +296,7 @@ def test_greedy_is_vanilla_for_every_family(name: str, native: bool) -> None:
     target = tiny_target(dtype=torch.float64, native=native, **KINDS[name])
     draft = tiny_draft(target, hidden_size=256, intermediate_size=256)
     asked = prompts(4, seed=5)
-    fit_head(target, draft, [spoken(Engine(target), p, 30)[0] for p in asked], 3)
+    fit_head(target, draft, [spoken(load(target), p, 30)[0] for p in asked], 3)
     engine = engine_of(target, draft, depth=3, nodes=20, width=4)
     accepted = set()
     for prompt in asked:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from fledge.decode import batch as batches
 from fledge.decode import rounds
-from fledge.decode.engine import Engine, load
+from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
@@ -102,8 +103,8 @@ def test_two_gpus_give_the_tokens_of_one(
     commit = batches.Batch._commit
     monkeypatch.setattr(batches, "CapturedRounds", Captured)
     monkeypatch.setattr(batches.Batch, "_commit", lambda self: ahead.append(len(self.launched)) or commit(self))
-    one = Engine(*pair(way, gpus[0], gpus[0]), **WAYS[way])
-    two = Engine(*pair(way, *gpus), **WAYS[way])
+    one = load(*pair(way, gpus[0], gpus[0]), **WAYS[way])
+    two = load(*pair(way, *gpus), **WAYS[way])
     expected, found = completions(one, way, batch), completions(two, way, batch)
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     assert [[r.accepted for r in c.trace.rounds] for c in found] == [
@@ -121,7 +122,7 @@ def test_two_gpus_give_the_tokens_of_one(
 def test_rounds_without_graphs(way: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "can_capture", lambda *given: False)
     expected, found = (
-        completions(Engine(*pair(way, "cuda:0", gpu, implementation), **WAYS[way]), way, 4)
+        completions(load(*pair(way, "cuda:0", gpu, implementation), **WAYS[way]), way, 4)
         for gpu in ("cuda:0", "cuda:1")
     )
     assert [c.tokens for c in found] == [c.tokens for c in expected]
@@ -130,7 +131,7 @@ def test_rounds_without_graphs(way: str, implementation: str, monkeypatch: pytes
 def test_a_gpu_that_is_not_the_current_one() -> None:
     """Without a draft, the second GPU gives the tokens of the first."""
     expected, found = (
-        Engine(pair("chain", gpu, gpu)[0]).generate([5, 6, 7], max_new_tokens=30).tokens for gpu in ("cuda:0", "cuda:1")
+        load(pair("chain", gpu, gpu)[0]).generate([5, 6, 7], max_new_tokens=30).tokens for gpu in ("cuda:0", "cuda:1")
     )
     assert found == expected
 
@@ -202,7 +203,7 @@ def test_a_target_on_two_gpus(way: str, draft_gpu: str, tmp_path: Path) -> None:
     assert two.implementation == "transformers, since its weights are on several devices"
     assert load(split, tokenizer=tiny_tokenizer()).target.device == torch.device("cuda:0")
     draft = tiny_draft(one, **(P_EAGLE if way == "one pass" else {}))
-    expected = completions(Engine(one, copy.deepcopy(draft).to("cuda:0"), **WAYS[way]), way, 4)
-    found = completions(Engine(two, copy.deepcopy(draft).to(draft_gpu), **WAYS[way]), way, 4)
+    expected = completions(load(one, copy.deepcopy(draft).to("cuda:0"), **WAYS[way]), way, 4)
+    found = completions(load(two, copy.deepcopy(draft).to(draft_gpu), **WAYS[way]), way, 4)
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     two.check_logits()

@@ -66,7 +66,7 @@ class Session:
         self._system = [{"role": "system", "content": system}] if system else []
         if system:
             asked = [*self._system, {"role": "user", "content": "a"}]
-            engine.template.prompt_ids(asked, where="a chat with this system prompt")
+            engine.reader.template.prompt_ids(asked, where="a chat with this system prompt")
         self.reset()
 
     def reset(self) -> None:
@@ -110,7 +110,7 @@ class Session:
         stream.close()
         show(text.finish())
         if not self.raw:
-            self.messages = [*prompt, history_message(self.engine.template, prompt, ids, done.tokens)]
+            self.messages = [*prompt, history_message(self.engine.reader.template, prompt, ids, done.tokens)]
         self._answers += 1
         by_tokens = "token limit" if limit == self.new_tokens else "context full"
         return Reply(
@@ -131,7 +131,7 @@ class Session:
         prompt: Any = asked if self.raw else messages
         room = self.longest - min(self.new_tokens, max(1, self.longest // ROOM))
         first, before = len(self._system), len(messages)
-        while len(ids := self.engine.template.prompt_ids(prompt, where="the conversation")) > room:
+        while len(ids := self.engine.reader.template.prompt_ids(prompt, where="the conversation")) > room:
             if len(messages) == first + 1:
                 raise ValueError(
                     f"this text has {len(ids):,} tokens as a prompt, but the target's context has room for {room:,} "

@@ -380,10 +380,10 @@ def decode(
 ) -> ProbeDecoding:
     """Decodes prompts greedily with a draft in chains of `depth` tokens, with the modules in eval mode. Raises
     ValueError if the target cannot verify drafts."""
-    from fledge.decode.engine import Engine  # imports transformers, which reading a probe does not need
+    from fledge.decode.load import load
     from fledge.measure.run import quiet_traces
 
-    traces = quiet_traces(Engine(target, draft, depth=depth), prompts, new_tokens)
+    traces = quiet_traces(load(target, draft, depth=depth), prompts, new_tokens)
     committed, rounds = zip(*(committed_per_round([trace]) for trace in traces), strict=True)
     dtype = str(target.dtype).removeprefix("torch.")
     return ProbeDecoding(prompts, new_tokens, depth, list(committed), list(rounds), dtype)

@@ -61,11 +61,11 @@ def run(options: GenerateOptions, progress: Any) -> None:
             "on chats; copy the template's file (chat_template.jinja) from where the model is from, or give --raw"
         )
     done = Completion()
-    prompt = _prompt(options, text, chats)
+    prompt = engine.reader.read(_prompt(options, text, chats))
     stream = engine.stream(
         prompt, max_new_tokens=options.max_new_tokens, sampling=sampling, stop=options.stop, into=done
     )
-    tokens = len(engine.template.prompt_ids(prompt)) + (options.max_new_tokens or NEW_TOKENS)
+    tokens = len(prompt) + (options.max_new_tokens or NEW_TOKENS)
     prepare_rounds([(engine, True)], progress, batch=1, tokens=tokens, sampling=sampling)
     terminal = sys.stdout.isatty()  # a terminal would interpret control characters; files and pipes get the exact text
     with held_warnings():

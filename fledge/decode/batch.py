@@ -32,7 +32,7 @@ from fledge.decode.verify import verify
 from fledge.drafts.draft import Draft
 from fledge.ops.device import current_device, to_device
 from fledge.targets.interface import DecodingTarget
-from fledge.types import Round, Tree
+from fledge.types import Prompt, Round, Tree
 
 PREFILL_TOKENS = 8192  # maximum tokens of a prefill pass, with padding where the target pads
 # On a GPU, the seconds for which a prefill pass may stall running requests: longer prompts are read in parts, and a
@@ -442,7 +442,7 @@ class Joining:
         self.cache, self.draft_cache = target.new_cache(of_target), None
         try:
             self.draft_cache = batch.proposer.new_cache(of_draft)
-            logits_BV, aux_BAD = yield from self._read([r.prefix for r in self.requests], most)
+            logits_BV, aux_BAD = yield from self._read([r.prompt for r in self.requests], most)
             with current_device(target.device):
                 self._begin(logits_BV, aux_BAD)
         except BaseException:
@@ -463,22 +463,22 @@ class Joining:
             request.commit([token])
             request.done.trace.t_prefill = time.perf_counter() - self.start
 
-    def _read(self, prefixes: Sequence[Sequence[int]], most: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    def _read(self, prompts: Sequence[Prompt], most: int) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Runs target and draft over the prompts. Returns the target's logits after each prompt, [B, V], and the
         target's hidden states at the last tokens, [B, A, D]; the draft reads the last tokens in the first round."""
         batch, draft = self.batch, self.batch.proposer.draft
         final = draft is not None and not draft.family.reads_layers  # whether the draft reads the final states
-        longest = max(map(len, prefixes))
-        step = most if len(prefixes) == 1 and batch.target.prefills_in_parts else longest
+        longest = max(map(len, prompts))
+        step = most if len(prompts) == 1 and batch.target.prefills_in_parts else longest
         for first in range(0, longest, step):
-            parts = [prefix[first : first + step] for prefix in prefixes]
+            parts = [prompt.part(first, first + step) for prompt in prompts]
             timer = Timer(batch.target.device)
             with current_device(batch.target.device):
                 logits_BV, features = batch.target.prefill(parts, self.cache, batch.layers, final)
             if draft is not None:
                 states = [draft.select_states(f) for f in features]
                 following = [
-                    prefix[first + 1 : first + 1 + len(part)] for prefix, part in zip(prefixes, parts, strict=True)
+                    prompt.ids[first + 1 : first + 1 + len(part)] for prompt, part in zip(prompts, parts, strict=True)
                 ]
                 read = [aux_RAD[: len(tokens)] for aux_RAD, tokens in zip(states, following, strict=True)]
                 with current_device(draft.device):
@@ -488,7 +488,7 @@ class Joining:
                 batch.prefill_speed = step / timer.seconds()[0]
                 yield
         if draft is None:
-            return logits_BV, logits_BV.new_empty(len(prefixes), 0, 0)
+            return logits_BV, logits_BV.new_empty(len(prompts), 0, 0)
         return logits_BV, torch.stack([aux_RAD[-1] for aux_RAD in states])
 
     def _first_tokens(self, logits_BV: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The engine: speculative decoding of one or many requests, and `load`, which creates an engine."""
+"""The engine: speculative decoding of one or many requests."""
 
 from __future__ import annotations
 
@@ -13,32 +13,25 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields, replace
 from numbers import Integral
-from pathlib import Path
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from fledge.data.modes import ModeWarning, untrained_mode
-from fledge.data.template import ChatTemplate
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import ChanceWatch
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
 from fledge.decode.propose import Drafting
-from fledge.decode.request import Completion, Prompt, Request, check_prompt, check_prompts, is_several
+from fledge.decode.request import Completion, PromptLike, Request, check_prompt, check_prompts, is_several
 from fledge.decode.rounds import EagerWarning, can_capture
 from fledge.decode.scheduler import DecodeLoop
 from fledge.decode.text import TextStream
 from fledge.drafts.draft import Draft
-from fledge.drafts.weights import load_draft, read_draft_config
-from fledge.io.machine import resolve_device
 from fledge.ops.device import has_kernels
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.interface import DecodingTarget
-from fledge.targets.loading import load_target, target_of
-from fledge.targets.parts import ModelTarget
-from fledge.types import Sampling, check_type
+from fledge.types import Prompt, Sampling, check_type
+
+if TYPE_CHECKING:
+    from fledge.data.prompt import PromptReader
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request
@@ -50,7 +43,8 @@ _STREAMS: WeakSet[Generator[str, None, None]] = WeakSet()  # streams that may be
 class Engine:
     """A target, and optionally a draft that speeds up decoding without changing the output distribution.
 
-    `drafting` are fields of `fledge.decode.propose.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
+    `fledge.load` makes an engine. `reader` reads text and chats as prompts. `drafting` are fields of
+    `fledge.decode.propose.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
     are accepted no more often than by chance, a `ChanceWarning` is issued once, and if a chat is rendered in a mode in
     which the draft was not trained, a `ModeWarning`. Where options keep a GPU from running rounds as CUDA graphs, an
     `EagerWarning` is issued once. Several threads may use an engine, or engines of one target: their rounds take turns.
@@ -63,16 +57,12 @@ class Engine:
         target: DecodingTarget,
         draft: Draft | None = None,
         *,
-        template_kwargs: dict[str, Any] | None = None,
+        reader: PromptReader,
         **drafting: Any,
     ):
-        check_type("target", target, DecodingTarget, "a loaded fledge.Target (fledge.load makes an engine of a path)")
-        check_type("draft", draft, Draft | None, "a loaded draft (fledge.load makes an engine of paths)")
-        check_type("template_kwargs", template_kwargs, dict | None, "a dict")
-        self.drafting = _drafting(drafting, draft is not None)
-        self.target, self.draft = target, draft
-        shared = target.model if isinstance(target, ModelTarget) else target
-        self._lock = _LOCKS.setdefault(shared, threading.RLock())
+        self.drafting = Drafting.from_options(drafting, has_draft=draft is not None)
+        self.target, self.draft, self.reader = target, draft, reader
+        self._lock = _LOCKS.setdefault(target.shared, threading.RLock())
         if draft is not None:
             self.drafting = self.drafting.for_draft(draft.config)
             with self._lock:  # these run the target
@@ -80,42 +70,40 @@ class Engine:
                 target.check_rollback()
                 if self.drafting.tree:
                     target.check_masks()
-            template_kwargs = {**draft.config.provenance.template_kwargs, **(template_kwargs or {})}
         self.chooser = self.drafting.chooser() if draft is not None else None
-        self._acceptance, self._warned_of_mode, self._warned_of_eager = ChanceWatch(), False, False
+        self._acceptance, self._warned_of_eager = ChanceWatch(), False
         self.places = BATCH  # the most requests of `add` that are decoded together
         self._added: DecodeLoop | None = None  # the requests of `add`
         self._numbers = itertools.count()
         self._idle_batches: dict[bool, list[Batch]] = {False: [], True: []}  # with and without a draft, with graphs
-        self.template = ChatTemplate(target.tokenizer, target.stop_ids, template_kwargs)
 
     def __repr__(self) -> str:
         draft = "none" if self.draft is None else f"{self.draft.family.title}, {self.drafting.mode}"
         return f"<Engine of {self.target!r}, draft: {draft}>"
 
     @overload
-    def generate(self, prompt: Prompt, **options: Any) -> Completion: ...
+    def generate(self, prompt: PromptLike, **options: Any) -> Completion: ...
 
     @overload  # a string is a sequence of strings too, and is one prompt: the first signature counts
-    def generate(self, prompt: Sequence[Prompt], **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: Sequence[PromptLike], **options: Any) -> list[Completion]: ...
 
-    def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Completion | list[Completion]:
+    def generate(self, prompt: PromptLike | Sequence[PromptLike], **options: Any) -> Completion | list[Completion]:
         """Decodes one prompt, with the options of `stream`, or a list of prompts, with those of `generate_all`.
 
         Returns a completion, or a list of completions. A list of integers is one prompt, its token ids, and a list of
         messages is one prompt, a chat.
         """
         if is_several(prompt):
-            return self.generate_all(cast(Sequence[Prompt], prompt), **options)
+            return self.generate_all(cast(Sequence[PromptLike], prompt), **options)
         _check_batch(options.pop("batch", None))  # has no effect on one prompt
         completion: Completion = options.pop("into", None) or Completion()
-        for _ in self.stream(cast(Prompt, prompt), into=completion, **options):
+        for _ in self.stream(cast(PromptLike, prompt), into=completion, **options):
             pass
         return completion
 
     def generate_all(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptLike],
         *,
         batch: int | None = None,
         max_new_tokens: int | None = None,
@@ -198,7 +186,7 @@ class Engine:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         *,
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
@@ -248,11 +236,11 @@ class Engine:
         return speculate and self.draft is not None
 
     def _request(
-        self, prompt: Prompt, number: int, drafts: bool, max_new_tokens: int | None, sampling: Sampling,
+        self, asked: PromptLike, number: int, drafts: bool, max_new_tokens: int | None, sampling: Sampling,
         stop: str | Sequence[str], into: Completion | None = None,
     ) -> Request:  # fmt: skip
         """A request that is decoded with the draft, or without it. Raises TypeError and ValueError as `stream`."""
-        prompt, stop = check_prompt(prompt), (stop,) if isinstance(stop, str) else stop
+        given, stop = check_prompt(asked), (stop,) if isinstance(stop, str) else stop
         check_type("stop", stop, Sequence, "a string or a list of strings")
         for string in stop:
             check_type("stop", string, str, "a string or a list of strings")
@@ -265,32 +253,17 @@ class Engine:
         if drafts:
             self.drafting.check_sampling(sampling)
         check_type("max_new_tokens", max_new_tokens, Integral | None, "an integer")
-        if isinstance(prompt, list) and isinstance(prompt[0], int):
-            prefix = cast(list[int], list(prompt))
-        else:
-            given = cast(str | list[dict[str, Any]], prompt)
-            prefix = list(self.template.prompt_ids(given))
-            if not isinstance(given, str):
-                self.warn_of_mode(given)
+        prompt = given if isinstance(given, Prompt) else self.reader.read(given)
         if max_new_tokens is None:
-            max_new_tokens = max(1, min(NEW_TOKENS, self._max_length - len(prefix)))
-        self.check_length(len(prefix), max_new_tokens, drafts)
+            max_new_tokens = max(1, min(NEW_TOKENS, self._max_length - len(prompt)))
+        self.check_length(len(prompt), max_new_tokens, drafts)
         vocabulary = self.target.embedding.shape[0]
-        if not 0 <= min(prefix) <= max(prefix) < vocabulary:
+        if not 0 <= min(prompt.ids) <= max(prompt.ids) < vocabulary:
             raise ValueError(f"the prompt has token ids outside 0..{vocabulary - 1}, the target's vocabulary")
         return Request(
-            int(number), prefix, sampling, TextStream(self.target.tokenizer, stop), max_new_tokens,
+            int(number), prompt, sampling, TextStream(self.target.tokenizer, stop), max_new_tokens,
             self.target.stop_ids, into if into is not None else Completion(), drafts,
         )  # fmt: skip
-
-    def warn_of_mode(self, messages: Sequence[Any], template: ChatTemplate | None = None, **chat: Any) -> None:
-        """Issues a `ModeWarning`, once, if a chat is rendered in a mode in which the draft was not trained. `template`
-        renders it (None: the engine's), and `chat` are further arguments of `ChatTemplate.render`."""
-        if self.draft is None or self._warned_of_mode:
-            return
-        if problem := untrained_mode(template or self.template, self.draft.config.provenance, messages, **chat):
-            self._warned_of_mode = True
-            warnings.warn(problem, ModeWarning, stacklevel=4)
 
     def check_length(self, prompt: int, new: int, drafts: bool) -> None:
         """Raises ValueError unless `prompt` and `new`, the numbers of tokens of a prompt and its answer, are positive
@@ -322,7 +295,7 @@ class Engine:
 
     def add(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         *,
         max_new_tokens: int | None = None,
         sampling: Sampling | None = None,
@@ -448,16 +421,6 @@ def _close_streams() -> None:
             stream.close()
 
 
-def _drafting(options: dict[str, Any], has_draft: bool) -> Drafting:
-    """The `Drafting` of `options`. Raises TypeError and ValueError as `Drafting`, and ValueError for options without a
-    draft."""
-    drafting = Drafting.from_options(options)
-    if not has_draft and drafting != Drafting():
-        given = [name for name in options if getattr(drafting, name) != getattr(Drafting, name)]
-        raise ValueError(f"{' and '.join(given)} has no effect without a draft; give draft=, or leave it out")
-    return drafting
-
-
 def _sampling(given: Sampling | None, options: dict[str, Any], method: Callable[..., Any]) -> Sampling:
     """The sampling parameters, given as a `Sampling` or as its fields. Raises TypeError for options that the method
     does not have, and ValueError if both are given."""
@@ -501,65 +464,3 @@ def _check_batch(batch: int | None) -> None:
     check_type("batch", batch, Integral | None, "an integer")
     if batch is not None and batch < 1:
         raise ValueError(f"batch is {batch}; it must be at least 1")
-
-
-def load(
-    target: str | Path | PreTrainedModel | DecodingTarget,
-    draft: str | Path | None = None,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    device: str = "auto",
-    draft_device: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    target_impl: str = "auto",
-    **drafting: Any,
-) -> Engine:
-    """Loads a target and optionally a draft for it, and returns an engine.
-
-    Both are a directory or a hub id, which may have a revision (owner/name@revision). The target may also be a loaded
-    `Target`, or a transformers model, which is not copied, and is frozen. `tokenizer` is for a transformers model; None
-    loads it from the model's `name_or_path`. `device` "auto" is the GPU if there is one. `draft_device` None is the
-    target's device. `dtype` is a torch dtype or a name such as "bf16"; None is float32 on the CPU, and the
-    checkpoint's dtype otherwise. Code in the target's files runs only with `trust_remote_code`; a draft has no code.
-    `target_impl` is as `implementation` in `fledge.targets.loading.target_of`. `template_kwargs` are arguments of the
-    chat template. `drafting` are as in `Engine`. Raises ValueError if files are missing or damaged, if draft and target
-    do not belong together, or for options that would have no effect; raises TypeError for arguments of a wrong type.
-    """
-    check_type("draft", draft, str | Path | None, "the directory of a draft")
-    _drafting(drafting, bool(draft))  # raises before a target is loaded
-    if draft_device and not draft:
-        raise ValueError("draft_device= has no effect without a draft; give draft=, or leave it out")
-    draft_device = resolve_device(draft_device) if draft_device else None  # before a target is loaded
-    config = read_draft_config(draft) if draft else None
-    max_length = None if config is None else config.target_max_length
-    loaded: DecodingTarget
-    if isinstance(target, str | Path):
-        if tokenizer is not None:
-            raise ValueError("tokenizer= goes with a loaded model; a target's directory has its own")
-        loaded = load_target(
-            target,
-            device=resolve_device(device),
-            dtype=dtype,
-            max_length=max_length,
-            trust_remote_code=trust_remote_code,
-            implementation=target_impl,
-        )
-    elif isinstance(target, PreTrainedModel):
-        if device != "auto" or dtype is not None:
-            raise ValueError("this model is loaded already: move it with model.to(..), and leave device and dtype out")
-        loaded = target_of(target, tokenizer, max_length=max_length, implementation=target_impl)
-    else:
-        check_type("target", target, DecodingTarget, "a directory, a hub id, a transformers model or a fledge.Target")
-        given = dict(
-            tokenizer=tokenizer, device=device, dtype=dtype, trust_remote_code=trust_remote_code,
-            target_impl=target_impl,
-        )  # fmt: skip
-        if unused := [f"{n}=" for n, x in given.items() if x != inspect.signature(load).parameters[n].default]:
-            raise ValueError(f"{' and '.join(unused)} has no effect on a target that is loaded already; leave it out")
-        loaded = target
-    if draft is None or config is None:
-        return Engine(loaded, template_kwargs=template_kwargs, **drafting)
-    loaded_draft = load_draft(draft, device=draft_device or loaded.device, dtype=loaded.dtype)
-    return Engine(loaded, loaded_draft, template_kwargs=template_kwargs, **drafting)

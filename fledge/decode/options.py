@@ -114,7 +114,7 @@ class DecodeOptions(Options):
         If --target-impl allows native computation but the target is not computed natively, `say` is told so.
         """
         from fledge.data.modes import several_modes
-        from fledge.decode.engine import load
+        from fledge.decode.load import load
 
         loading: dict[str, Any] = {}
         if target is None:
@@ -129,7 +129,7 @@ class DecodeOptions(Options):
         loaded, loaded_draft = engine.target, engine.draft
         chat = loaded.tokenizer.chat_template is not None
         if loaded_draft is not None and chat and self.template_kwargs is None:
-            choice = several_modes(loaded_draft.config.provenance, engine.template.kwargs)
+            choice = several_modes(loaded_draft.config.provenance, engine.reader.template.kwargs)
             if choice:
                 say(choice)
         if target is None and loaded.implementation not in ("native", self.target_impl):

@@ -13,7 +13,7 @@ import torch
 from fledge.decode.request import Completion, Request
 from fledge.decode.rounds import graph_size
 from fledge.decode.text import TextStream
-from fledge.types import Sampling
+from fledge.types import Prompt, Sampling
 
 if TYPE_CHECKING:
     from fledge.decode.batch import Batch
@@ -86,7 +86,7 @@ def _kinds(engine: Engine, speculate: bool) -> list[bool]:
 
 def _request(engine: Engine, sampling: Sampling) -> Request:
     """A request that is never answered."""
-    return Request(0, [0, 0], sampling, TextStream(engine.target.tokenizer, ()), 2, frozenset(), Completion())
+    return Request(0, Prompt([0, 0]), sampling, TextStream(engine.target.tokenizer, ()), 2, frozenset(), Completion())
 
 
 def _reserved_bytes(batches: Sequence[tuple[Engine, Batch]]) -> int:

@@ -139,14 +139,15 @@ class Proposer:
 class Drafting:
     """How an engine drafts.
 
-    `mode` "chain" drafts a chain of `depth` tokens, one per pass; "parallel" a chain in one pass, for methods that can
-    (P-EAGLE); "tree" drafts EAGLE-2's tree of `nodes`, the root included, with at most `width` children a node and
-    paths of at most `depth` tokens, or a tree of a fixed `shape`. `mode` None is a chain, in one pass if the method
-    can. `depth` None is the trained depth of the draft. `depth` or `nodes` "auto" chooses the number while decoding,
-    and drafts nothing while that is faster (`decode/draft_size.py`). With `confidence` above 0 a chain is drafted only
-    while the draft's probability of the chain is at least `confidence`. `stable` False caches keys and values of
-    accepted tokens as computed in drafting. `sizes` are the draft sizes of a round, the initial size first, set by
-    `for_draft`. Raises TypeError for a wrong type, and ValueError for values out of range or in contradiction.
+    `mode` "chain" drafts a chain of `depth` tokens, one per pass; "parallel" a chain in one pass, for methods that
+    can (P-EAGLE); "tree" drafts EAGLE-2's tree of `nodes`, the root included, with at most `width` children a node
+    and paths of at most `depth` tokens, or a tree of a fixed `shape`. `mode` None is a chain, in one pass if the
+    method can. `depth` None is the trained depth of the draft. `depth` or `nodes` "auto" chooses the number while
+    decoding, and drafts nothing while that is faster (`decode/draft_size.py`). With `confidence` above 0 a chain is
+    drafted only while the draft's probability of the chain is at least `confidence`. `stable` False caches keys and
+    values of accepted tokens as computed in drafting. `sizes` are the candidate draft sizes, of which a round uses
+    one, the initial size first; `for_draft` sets them. Raises TypeError for a wrong type, and ValueError for values
+    out of range or in contradiction.
     """
 
     depth: int | str | None = None
@@ -200,14 +201,18 @@ class Drafting:
                     raise ValueError(f"{what}; leave it or {AUTO!r} out")
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Drafting:
-        """A `Drafting` of `options`. Raises TypeError for a name that is not a field, and ValueError as `Drafting`."""
+    def from_options(cls, options: Mapping[str, Any], has_draft: bool = True) -> Drafting:
+        """A `Drafting` of `options`. Raises TypeError for a name that is not a field, and ValueError as `Drafting` and
+        for options without a draft."""
         known = [f.name for f in fields(cls)]
         if unknown := [name for name in options if name not in known]:
             raise TypeError(f"{unknown[0]} is not an option of drafting; the options are {', '.join(known)}")
         drafting = cls(**options)
         if drafting.shape is not None and drafting.depth is not None:  # here, since `for_draft` sets a depth
             raise ValueError("a fixed shape has its own depth; leave depth out")
+        if not has_draft and drafting != cls():
+            given = [name for name in options if getattr(drafting, name) != getattr(cls, name)]
+            raise ValueError(f"{' and '.join(given)} has no effect without a draft; give draft=, or leave it out")
         return drafting
 
     @property
@@ -248,21 +253,22 @@ class Drafting:
         return replace(resolved, sizes=resolved._sizes(trained, config.family.one_pass))
 
     def _sizes(self, trained: int, one_pass: bool) -> tuple[DraftSize, ...]:
+        """The candidate draft sizes, the initial size first: with a tree of any number of nodes the middle of NODES,
+        else the size of the trained depth."""
         if self.shape is not None:
             return (DraftSize(len(self.shape.levels()) - 1, len(self.shape.parents)),)
         most = trained if one_pass else max(2 * trained, FAR)
         depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
-        if not self.tree:
-            sizes, start = [DraftSize(d, d + 1) for d in depths], DraftSize(min(trained, depths[-1]), 0)
-        elif self.nodes != AUTO:
-            sizes, start = [DraftSize(d, self.nodes) for d in depths], DraftSize(min(trained, depths[-1]), 0)
-        elif self.depth != AUTO:
-            sizes, start = [DraftSize(self.depth, n) for n in NODES], DraftSize(self.depth, NODES[len(NODES) // 2])
-        else:  # depth and nodes grow together
-            paired = [math.ceil(trained * i / len(NODES)) for i in range(1, len(NODES) + 1)]
-            sizes = [DraftSize(d, n) for d, n in zip(paired, NODES, strict=True)]
-            start = sizes[len(NODES) // 2]
-        first = next((s for s in sizes if s >= start), sizes[-1])
+        if self.tree and self.nodes == AUTO:
+            if self.depth == AUTO:  # depth and nodes grow together
+                depths = [math.ceil(trained * i / len(NODES)) for i in range(1, len(NODES) + 1)]
+            else:
+                depths = [self.depth] * len(NODES)
+            sizes = [DraftSize(d, n) for d, n in zip(depths, NODES, strict=True)]
+            first = sizes[len(NODES) // 2]
+        else:
+            sizes = [DraftSize(d, self.nodes if self.tree else d + 1) for d in depths]
+            first = next((s for s in sizes if s.depth >= trained), sizes[-1])
         return (first, *(s for s in sizes if s != first))
 
     @property

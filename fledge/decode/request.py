@@ -11,7 +11,7 @@ from typing import Any
 
 from fledge.decode.text import TextStream
 from fledge.decode.verify import Processing
-from fledge.types import Sampling, Trace
+from fledge.types import Prompt, Sampling, Trace
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Completion:
 class Request:
     """A prompt that is being answered.
 
-    `prefix` is the prompt and every committed token. `fresh` are the tokens that were committed last. `limit` is the
-    most tokens to generate. `drafts`: whether the request asks for the draft. Results go to `done`. `over`: whether the
-    answer is complete, or the request was aborted.
+    `prefix` are the token ids of the prompt and of every committed token. `fresh` are the tokens that were committed
+    last. `limit` is the most tokens to generate. `drafts`: whether the request asks for the draft. Results go to
+    `done`. `over`: whether the answer is complete, or the request was aborted.
     """
 
     number: int
-    prefix: list[int]
+    prompt: Prompt
     sampling: Sampling
     text: TextStream
     limit: int
@@ -49,6 +49,10 @@ class Request:
     fresh: list[int] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
     over: bool = False
+    prefix: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = list(self.prompt.ids)
 
     def commit(self, tokens: list[int]) -> None:
         """Adds the tokens that verification chose to the prefix, and to the answer up to a stop token, a stop string or
@@ -105,7 +109,8 @@ class Request:
         return rest
 
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text to continue, token ids, or the messages of a chat
+# what users give as a prompt: text to continue, token ids, the messages of a chat, or a prompt that was read before
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 
 KINDS = "a prompt is a string, a list of token ids or a list of messages"
 
@@ -113,7 +118,7 @@ KINDS = "a prompt is a string, a list of token ids or a list of messages"
 def is_several(asked: Any) -> bool:
     """Whether the argument is a list of prompts: of strings, of chats, or of lists of token ids."""
     asked = _plain(asked)
-    return isinstance(asked, list) and asked != [] and isinstance(asked[0], str | list)
+    return isinstance(asked, list) and asked != [] and isinstance(asked[0], str | list | Prompt)
 
 
 def check_prompts(asked: Any) -> list[Any]:
@@ -125,20 +130,22 @@ def check_prompts(asked: Any) -> list[Any]:
     raise TypeError(f"a list of prompts is needed, but this is {what}; {KINDS}")
 
 
-def check_prompt(asked: Any) -> str | list[int] | list[Mapping[str, Any]]:
-    """One prompt, with tensors, arrays and tuples of token ids as lists. Raises TypeError for anything that is not a
-    prompt, and ValueError where it is empty or not valid Unicode."""
+def check_prompt(asked: Any) -> str | list[Mapping[str, Any]] | Prompt:
+    """A text, the messages of a chat, or, of token ids in a list, tensor or array, the `Prompt`. Raises TypeError for
+    anything else, and ValueError for a prompt that is empty or not valid Unicode."""
     asked = _plain(asked)
     if is_several(asked):
         raise TypeError("this is a list of several prompts, but one prompt is needed; use generate")
     if isinstance(asked, str):
         return _encodable(asked)
-    if not isinstance(asked, list):
+    if not isinstance(asked, list | Prompt):
         raise TypeError(f"{KINDS}, but this is {_kind(asked)}")
     if not asked:
         raise ValueError("the prompt is empty")
-    if _are_ids(asked):
+    if isinstance(asked, Prompt):
         return asked
+    if _are_ids(asked):
+        return Prompt(asked)
     wanted, items = (Mapping, "messages") if isinstance(asked[0], Mapping) else (int, "token ids")
     odd = [x for x in asked if not isinstance(x, wanted) or isinstance(x, bool)]
     if odd:

@@ -108,20 +108,21 @@ class CompiledLayers:
         mask = visible.mask_BSJ if last is None else None
         position = position if any(self.windows) else None
         joined = first if isinstance(first, Joined) else NOTHING
-        read = (
-            pool.buffer, _integers(rows.slot_M), asked_Q, rows.cache.start_B, rows.cache.length_B, _integers(last),
-            _contiguous(mask), _integers(position), _contiguous(cosine), _contiguous(sine),
-            _contiguous(first) if joined is NOTHING else None, _integers(joined.token_M), joined.embedding_VE,
-            joined.token_gain_E, joined.state_gain_E,
+        tensors = dict(
+            cache=pool.buffer, slot=_integers(rows.slot_M), asked=asked_Q, start=rows.cache.start_B,
+            length=rows.cache.length_B, last=_integers(last), mask=_contiguous(mask), position=_integers(position),
+            cosine=_contiguous(cosine), sine=_contiguous(sine), **joined.tensors(),
+            first=_contiguous(first) if joined is NOTHING else None,
+            final_norm=self.final_norm_E, x=x_ME, out=out_QE, normed=normed_QE, aux=aux_MAE,
         )  # fmt: skip
         numbers = (c_int64 * len(aux_layers))(*aux_layers)
-        asks = _Pass(
-            M, B * S, B, pool.slots, J, *cosine.shape, 1, *map(pointer, read),
-            joined.normed_residual, *map(pointer, (self.final_norm_E, x_ME, out_QE, normed_QE, aux_MAE)),
-            ctypes.addressof(numbers), len(aux_layers),
+        layer_pass = _Pass(
+            rows=M, queries=B * S, sequences=B, slots=pool.slots, new_slots=J, angles=cosine.shape[0],
+            rotated=cosine.shape[1], normed_residual=joined.normed_residual, aux_layer=ctypes.addressof(numbers),
+            aux_layers=len(aux_layers), **_pointers(tensors),
         )  # fmt: skip
-        with THREADS.computing() as asks.threads:
-            failed = library().fledge_layers(byref(self.shape), self.array, len(self.array), byref(asks))
+        with THREADS.computing() as layer_pass.threads:
+            failed = library().fledge_layers(byref(self.shape), self.array, len(self.array), byref(layer_pass))
         check_memory(failed)
         return out_QE, normed_QE, aux_MAE
 
@@ -129,30 +130,34 @@ class CompiledLayers:
         self, joined: Joined, state_ME: Tensor, rotation: tuple[Tensor, Tensor], cache: KVCache, slot_KM: Tensor,
         head: CompiledWeight, target_id_W: Tensor | None, normed_state: bool, noise: tuple[Tensor, Tensor] | None,
     ) -> Tensor:  # fmt: skip
-        """The chains of a draft, one of each sequence of a cache: K times the layers, the head and the likeliest token,
-        with the noise of `coupled` if its states [K, M] (int64) and the temperatures [M] are given; int64 [K, M] target
-        ids. The first step reads `joined` and the states [M, E], and each further step the token and the state of the
-        step before, which is its output or, with `normed_state`, the norm of that.
+        """Drafts a chain of K tokens for each of the M sequences of a cache. Returns the target ids, int64 [K, M].
 
-        `rotation` [K M, r] and `slot_KM` (int64) are of all steps one after the other. `target_id_W` (int64) are the
-        target ids of the draft's; None if they are the same. Raises MemoryError.
+        A step runs the layers and the head, and takes the token with the largest logit, after adding the noise of
+        `coupled` if `noise` is given: the noise's states, int64 [K, M], and the temperatures, [M]. The first step reads
+        `joined` and the states [M, E]. A later step reads the token of the step before and its state: the output of the
+        layers or, with `normed_state`, the norm of the output.
+
+        `rotation` are the angles of all steps, [K * M, r], step by step, and `slot_KM` (int64) the steps' slots in the
+        cache. `target_id_W` (int64) maps draft ids to target ids; None if the ids are the same. Raises MemoryError.
         """
         (K, M), E = slot_KM.shape, state_ME.shape[1]
         state_ME = _contiguous(state_ME)
         token_KM, out_ME, normed_ME = slot_KM.new_empty(K, M), state_ME.new_empty(M, E), state_ME.new_empty(M, E)
-        read = (
-            cache.pool.buffer, _contiguous(slot_KM), None, cache.start_B, cache.length_B, None, None, None, *rotation,
-            None, _integers(joined.token_M), joined.embedding_VE, joined.token_gain_E, joined.state_gain_E,
+        cosine, sine = rotation
+        tensors = dict(
+            cache=cache.pool.buffer, slot=_contiguous(slot_KM), start=cache.start_B, length=cache.length_B,
+            cosine=cosine, sine=sine, **joined.tensors(),
+            final_norm=self.final_norm_E, x=out_ME, out=out_ME, normed=normed_ME,
         )  # fmt: skip
-        asks = _Pass(
-            M, M, M, cache.pool.slots, 1, M, rotation[0].shape[1], 1, *map(pointer, read),
-            joined.normed_residual, *map(pointer, (self.final_norm_E, out_ME, out_ME, normed_ME)), None, None, 0,
+        step = _Pass(
+            rows=M, queries=M, sequences=M, slots=cache.pool.slots, new_slots=1, angles=M, rotated=cosine.shape[1],
+            normed_residual=joined.normed_residual, **_pointers(tensors),
         )  # fmt: skip
-        state_KM, temperature_M = (None, None) if noise is None else (_integers(noise[0]), noise[1].double())
-        with THREADS.computing() as asks.threads:
+        noise_KM, temperature_M = (None, None) if noise is None else (_integers(noise[0]), noise[1].double())
+        with THREADS.computing() as step.threads:
             failed = library().fledge_chain(
-                byref(self.shape), self.array, len(self.array), byref(asks), byref(head.struct),
-                pointer(target_id_W), pointer(state_KM), pointer(temperature_M), normed_state, state_ME.data_ptr(), K,
+                byref(self.shape), self.array, len(self.array), byref(step), byref(head.struct),
+                pointer(target_id_W), pointer(noise_KM), pointer(temperature_M), normed_state, state_ME.data_ptr(), K,
                 token_KM.data_ptr(),
             )  # fmt: skip
         check_memory(failed)
@@ -168,6 +173,13 @@ class Joined(NamedTuple):
     token_gain_E: Tensor | None
     state_gain_E: Tensor | None
     normed_residual: bool
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The tensors by the names of `_Pass`."""
+        return dict(
+            token=_integers(self.token_M), embedding=self.embedding_VE, token_gain=self.token_gain_E,
+            state_gain=self.state_gain_E,
+        )  # fmt: skip
 
 
 NOTHING = Joined(None, None, None, None, False)
@@ -194,6 +206,11 @@ def layers_of(
         vectors = [w.qkv_bias, w.out_bias, w.gate_up_bias, w.down_bias, w.input_norm, w.q_norm, w.k_norm, w.post_norm]
         fits = fits and copied and all(map(_plain, vectors)) and w.experts is None and w.down.shape[1] % PANEL == 0
     return CompiledLayers(layers, shape, final_norm_E) if fits else None
+
+
+def _pointers(tensors: dict[str, Tensor | None]) -> dict[str, int | None]:
+    """The addresses of tensors, which must live until the C code has returned; None for None."""
+    return {name: pointer(x) for name, x in tensors.items()}
 
 
 def _plain(x: Tensor | None) -> bool:

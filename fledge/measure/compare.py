@@ -46,7 +46,7 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     engines = load_engines(options, compared, progress.say)
     first = engines[0]  # this engine also decodes the baseline
     max_new_tokens = options.max_new_tokens or default_new_tokens(128, first.target.context)
-    kwargs = {way.draft: engine.template.kwargs for way, engine in zip(compared, engines, strict=True)}
+    kwargs = {way.draft: engine.reader.template.kwargs for way, engine in zip(compared, engines, strict=True)}
     templated = any(p.text is None for prompts in sets.values() for p in prompts)
     if options.template_kwargs and not templated:
         raise ValueError("--template-kwargs has no effect because no prompt is a chat; leave it out")

@@ -8,7 +8,7 @@ from typing import Any
 
 from fledge.data.answering import text_prompt
 from fledge.data.record import Record
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.measure.metrics import committed_per_round, drafted_and_accepted, quotients
 from fledge.measure.prompts import EvalPrompt, prompt_of, read_prompts
@@ -62,7 +62,7 @@ def make_evaluator(
         counts, failure = (0, 0, [], []), None
         try:
             if place >= 0:
-                engine = Engine(prepared.target, draft.eval(), template_kwargs=prepared.template.kwargs)
+                engine = load(prepared.target, draft.eval(), template_kwargs=prepared.template.kwargs)
                 # the ranks of a sharded target decode together, so every rank has the traces of all prompts
                 own = prompts if prepared.target.sharded else prompts[place::decoders]
                 traces = greedy_traces(engine, own, prepared.eval_tokens)

@@ -141,7 +141,7 @@ def names(options: EvalOptions, among: Sequence[Way]) -> list[str]:
 
 def load_engines(options: EvalOptions, among: Sequence[Way], say: Callable[[str], None]) -> list[Engine]:
     """An engine for each way, all with the same target; each draft is loaded once."""
-    from fledge.decode.engine import Engine
+    from fledge.decode.load import load
 
     engines: list[Engine] = []
     loaded: dict[str, Engine] = {}
@@ -149,7 +149,7 @@ def load_engines(options: EvalOptions, among: Sequence[Way], say: Callable[[str]
         single = way.options(options)
         if same := loaded.get(way.draft):
             kwargs = parse_template_kwargs(options.template_kwargs)
-            engine = Engine(same.target, same.draft, template_kwargs=kwargs, **single.drafting(way.mode))
+            engine = load(same.target, same.draft, template_kwargs=kwargs, **single.drafting(way.mode))
         else:
             engine = single.load_engine(way.draft, way.mode, say, engines[0].target if engines else None)
         loaded.setdefault(way.draft, engine)

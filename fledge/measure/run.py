@@ -136,7 +136,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "target_implementation": engine.target.implementation,
         "trust_remote_code": engine.target.trust_remote_code,
         "draft_for": engine.draft.config.provenance.target,
-        "template_kwargs": engine.template.kwargs,
+        "template_kwargs": engine.reader.template.kwargs,
         "environment": environment(engine.target.device.type, str(engine.target.dtype)),
         "requests": requests,
         "samples": sample_records(engine, ids, with_draft),
@@ -182,7 +182,7 @@ def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens:
     """The traces of greedy decoding, to choose the best checkpoint. A prompt is rendered with the prompt's own template
     variables, if any."""
     inputs = [
-        engine.template.of(p.template_kwargs).prompt_ids(first_prompt(p), tools=p.tools)
+        engine.reader.template.of(p.template_kwargs).prompt_ids(first_prompt(p), tools=p.tools)
         if p.template_kwargs or p.tools
         else first_prompt(p)
         for p in prompts
@@ -205,7 +205,7 @@ def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> 
     of an answer of `max_new_tokens` to each turn."""
     later = (replace(prompt, messages=(), turns=(turn,)) for turn in prompt.turns[1:])
     asked = [first_prompt(p) for p in (prompt, *later)]
-    template = engine.template.of(prompt.template_kwargs)
+    template = engine.reader.template.of(prompt.template_kwargs)
     turns = [template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
     return sum(map(len, turns)) + prompt.answers * max_new_tokens
 
@@ -246,7 +246,7 @@ class _Comparison:
         """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if the ids and `new` new
         tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
-        template = self.baseline.template.of(prompt.template_kwargs)
+        template = self.baseline.reader.template.of(prompt.template_kwargs)
         ids = list(template.prompt_ids(conversation(prompt, answers), tools=prompt.tools, where=where))
         try:
             for engine in self.engines.values():
@@ -283,7 +283,7 @@ class _Comparison:
                 for i, sent, done in zip(group, ids, self.completions[BASELINE][-len(group) :], strict=True):
                     if turn + 1 < prompts[i].answers:
                         said = conversation(prompts[i], answers[i])
-                        template = self.baseline.template.of(prompts[i].template_kwargs)
+                        template = self.baseline.reader.template.of(prompts[i].template_kwargs)
                         answers[i].append(history_message(template, said, sent, done.tokens, prompts[i].tools))
                 self.groups.append(ids)
 
@@ -365,7 +365,7 @@ def _gaps(
     `width` tokens and `batch` copies of the sequence."""
     target = engine.target
     cache = target.new_cache([len(prefix) + len(tokens)] * batch)
-    first, _ = target.prefill([prefix] * batch, cache)
+    first, _ = target.prefill([Prompt(prefix)] * batch, cache)
     logits = [first[:1]]
     for at in range(0, len(tokens) - 1, width):
         piece = tokens[at : min(at + width, len(tokens) - 1)]

@@ -98,7 +98,7 @@ class OwnEngine(Answerer):
     @cached_property
     def engine(self) -> Engine:
         """The engine, loaded at the first use."""
-        from fledge.decode.engine import load
+        from fledge.decode.load import load
 
         options = self.options
         engine = load(
@@ -107,12 +107,12 @@ class OwnEngine(Answerer):
         )  # fmt: skip
         # the engine's own template would have the variables recorded in the draft; prompts must not depend on the draft
         kwargs = parse_template_kwargs(options.template_kwargs)
-        engine.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
+        engine.reader.template = ChatTemplate(engine.target.tokenizer, engine.target.stop_ids, kwargs)
         return engine
 
     @property
     def template(self) -> ChatTemplate:
-        return self.engine.template
+        return self.engine.reader.template
 
     @property
     def max_new_tokens(self) -> int:
@@ -121,7 +121,7 @@ class OwnEngine(Answerer):
     def ask(self, question: Question) -> None:
         q, ids, new, context = question, question.prompt, self.max_new_tokens, self.engine.target.context
         if isinstance(ids, str):
-            self.engine.warn_of_mode(q.messages, q.template, tools=q.record.tools)
+            self.engine.reader.warn_of_mode(q.messages, q.template, tools=q.record.tools)
             ids = q.template.rendered_ids(ids)
         if len(ids) > context - new:
             raise BadRequest(

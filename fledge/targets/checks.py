@@ -13,7 +13,7 @@ from torch import Tensor
 from fledge.io.fields import first_line
 from fledge.ops.attention_prompt import without_cudnn_sdpa
 from fledge.targets.cache import RecurrentCache, TargetCache
-from fledge.types import Tree
+from fledge.types import Prompt, Tree
 
 if TYPE_CHECKING:
     from fledge.targets.interface import Cache, DecodingTarget
@@ -76,7 +76,7 @@ def native_difference(target: NativeTarget) -> str:
     *_, tokens = _documents(target)
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0, -1:]
     with _temporary_cache(target, [tokens.numel()]) as cache:
-        logits, _ = target.prefill([tokens.tolist()], cache)
+        logits, _ = target.prefill([Prompt(tokens.tolist())], cache)
     if not bool(own.isfinite().all()):
         return ""  # `check_numbers` says what is wrong
     # roundings of 16 bits add up over the layers, and choose others of nearly equal experts; another architecture gives
@@ -166,7 +166,7 @@ def check_masks(target: ModelTarget, requests: int = 1) -> None:
     drafted = torch.stack([t[n : n + 5] for t, n in zip(tokens, lengths, strict=True)])
     with _temporary_cache(target, [long + 13] * requests) as cache:
         try:
-            target.prefill([t[:n].tolist() for t, n in zip(tokens, lengths, strict=True)], cache)
+            target.prefill([Prompt(t[:n].tolist()) for t, n in zip(tokens, lengths, strict=True)], cache)
             found, _ = target.verify(Tree(drafted, parents, 2), cache)
         except torch.OutOfMemoryError:
             raise

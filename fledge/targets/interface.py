@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fledge.types import Features, Packed, Tree
+from fledge.types import Features, Packed, Prompt, Tree
 
 UNLIMITED = sys.maxsize  # the context of a target without a maximum position, such as one with ALiBi
 
@@ -138,6 +138,11 @@ class DecodingTarget(Target):
     prefills_in_parts: bool = False
     moves: int = 0
 
+    @property
+    def shared(self) -> object:
+        """What targets of the same weights share: engines of such targets run in turns."""
+        return self
+
     def prepare_decoding(self) -> None:
         """Called before requests are decoded: finds weights that were moved, and updates copies of weights that the
         target decodes with."""
@@ -152,12 +157,12 @@ class DecodingTarget(Target):
 
     @abstractmethod
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: Cache, layers: Sequence[int] | None = None, final: bool = True
+        self, prompts: Sequence[Prompt], cache: Cache, layers: Sequence[int] | None = None, final: bool = True
     ) -> tuple[Tensor, list[Features]]:
-        """Runs the prompts (token ids) of the B sequences of a cache, and adds the prompts to the cache. Returns the
-        logits after each prompt, [B, V], and the features of each prompt. `layers` are as in `TrainingTarget.features`;
-        None: the list of features is empty. Without `final`, features have the final state of each prompt's last token
-        only, [1, D], which may take less time."""
+        """Runs the prompts, or parts of prompts, of the B sequences of a cache, and adds the prompts to the cache.
+        Returns the logits after each prompt, [B, V], and the features of each prompt. `layers` are as in
+        `TrainingTarget.features`; None: the list of features is empty. Without `final`, features have the final state
+        of each prompt's last token only, [1, D], which may take less time."""
 
     @abstractmethod
     def verify(self, tree: Tree, cache: Cache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:

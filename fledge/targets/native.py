@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from fledge.targets.parts import ModelTarget
 from fledge.targets.quantized import quantization_of
 from fledge.targets.structure import forward as few_row_forward
 from fledge.targets.transformers import PASS_TOKENS, TransformersTarget, run_in_passes
-from fledge.types import Features, Packed, Tree
+from fledge.types import Features, Packed, Prompt, Tree
 
 # transformers' classes whose decoder layers are Llama's: RMSNorm, rotary grouped-query attention, gated SiLU MLP. The
 # layers may have biases, norms of queries and keys (Qwen3), fused projections (Phi-3), sliding windows, and mixtures of
@@ -136,14 +135,14 @@ class NativeTarget(ModelTarget):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: KVCache, layers: Sequence[int] | None = None,
+        self, prompts: Sequence[Prompt], cache: KVCache, layers: Sequence[int] | None = None,
         final: bool = True,
     ) -> tuple[Tensor, list[Features]]:  # fmt: skip
         """Computes all prompts in one pass, without padding."""
         counts, final = [len(p) for p in prompts], final and layers is not None
         with current_device(self.device), without_cudnn_sdpa(self.device):
             rows = PromptRows(cache, counts)
-            token, count_B = torch.tensor([*itertools.chain(*prompts)]), torch.tensor(counts)
+            token, count_B = torch.tensor([token for p in prompts for token in p.ids]), torch.tensor(counts)
             token, count_B = to_device([token, count_B], self.device)
             last_B = count_B.cumsum(0) - 1
             every = final or self.num_layers in (layers or ())  # whether the last layer's output is read everywhere

@@ -222,6 +222,10 @@ class ModelTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
     quantization = _of_parts("quantization")
     sharded = _of_parts("sharded")
 
+    @property
+    def shared(self) -> object:
+        return self.model
+
     def last_layer_weights(self) -> dict[str, Tensor]:
         return self.parts.last_layer_weights()
 

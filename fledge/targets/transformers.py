@@ -20,7 +20,7 @@ from fledge.targets.attention import heads_per_key, install_attention, to_attent
 from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.targets.parts import ModelTarget, TargetParts
 from fledge.targets.structure import cache_argument, computing_with
-from fledge.types import Features, Packed, Tree, group_documents
+from fledge.types import Features, Packed, Prompt, Tree, group_documents
 
 # tokens of a forward pass over packed documents: the cost of transformers' packed mask grows with their square, while
 # each pass has the cost of its kernel launches
@@ -148,14 +148,14 @@ class TransformersTarget(ModelTarget):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: TargetCache | RecurrentCache,
+        self, prompts: Sequence[Prompt], cache: TargetCache | RecurrentCache,
         layers: Sequence[int] | None = None, final: bool = True,
     ) -> tuple[Tensor, list[Features]]:  # fmt: skip
         """One pass over all prompts with right padding, which a causal model's earlier tokens do not see. A target
         without rollback takes one prompt, and returns no features."""
         lengths = [len(p) for p in prompts]
         longest = max(lengths)
-        ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=self.device)
+        ids = torch.tensor([[*p.ids, *[0] * (longest - len(p))] for p in prompts], device=self.device)
         ends = sorted(set(lengths))  # logits are needed only after these numbers of tokens
         inputs: dict[str, Any] = {}
         if self._keeps_logits:

@@ -56,7 +56,7 @@ def define_measurements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
 
     def measured(traces: Any, engine: Engine, prompts: Sequence[Any], new: int) -> list[Trace]:
-        asked = [list(engine.template.prompt_ids(first_prompt(prompt))) for prompt in prompts]
+        asked = [list(engine.reader.template.prompt_ids(first_prompt(prompt))) for prompt in prompts]
         measurement = traces(engine, prompts, new)
         found.append(tau_by_definition(engine, asked, new))
         return measurement

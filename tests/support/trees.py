@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.decode.engine import Engine
+from fledge.decode.load import load
 from fledge.decode.propose import Drafting, Proposer
 from fledge.decode.state import RoundState
 from fledge.drafts.draft import Draft
@@ -31,7 +31,7 @@ def _fitted_draft(vocabulary: int) -> tuple[Draft, list[list[int]]]:
     target = exact_target()
     draft = tiny_draft(target, draft_vocab_size=vocabulary, hidden_size=256, intermediate_size=256)
     asked = [p for p in prompts(8, longest=12, seed=13) if len(p) > 1]
-    documents = [spoken(Engine(target), p, 40)[0] for p in asked]
+    documents = [spoken(load(target), p, 40)[0] for p in asked]
     fit_head(target, draft, documents, 4)
     return draft, asked
 
