@@ -161,7 +161,11 @@ class SizeChooser:
 
 
 def _line(points: Sequence[tuple[int, float]], x: int) -> float:
-    """The value at `x` on the line through the two of `points` nearest to `x`; at least half of the smallest value."""
+    """Interpolates `points` linearly at `x`, and extrapolates from the two outermost points beyond the ends.
+
+    A single point gives a constant. A falling segment counts as flat, at the value of its right end. The result is at
+    least half of the smallest value.
+    """
     points = sorted(points)
     least = min(y for _, y in points) / 2
     if len(points) == 1:

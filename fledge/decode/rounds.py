@@ -342,14 +342,14 @@ class CapturedRounds:
         state, sampling = rounds.state.idle(size), rounds.sampling.idle(size)
         self.apart = drafter.levels > 0 and apart(drafter.draft, device)
         self.rounds = Rounds(target, drafter, rounds.layers, cache, state, sampling, seen_BV)
-        self.state, drawing = state, sampling  # as drafting reads them
+        self.state, draft_sampling = state, sampling  # as drafting reads them
         if self.apart:
-            self.state, drawing = copy_to(state, draft_device), copy_to(sampling, draft_device)
-        drafter.set_sampling(drawing)
+            self.state, draft_sampling = copy_to(state, draft_device), copy_to(sampling, draft_device)
+        drafter.set_sampling(draft_sampling)
         self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
-        own = drawing.tensors() if self.apart else []
-        self.drafting = Places(size, draft_device, [*drafter.tensors(), *own], drafter.lengths())
-        self.results = PinnedRing((size, drafter.levels + 3), device)
+        copied = draft_sampling.tensors() if self.apart else []
+        self.drafting = Places(size, draft_device, [*drafter.tensors(), *copied], drafter.lengths())
+        self.results = PinnedRing((size, drafter.levels + 3), device)  # the tokens and two counts of each request
         for _ in range(2):
             tree = self._to_target(warm_up(self._draft, draft_device))
             warm_up(lambda tree=tree: self._verify(tree), device)
@@ -358,7 +358,7 @@ class CapturedRounds:
             self.replay_draft, self.drafted = capture(self._draft, memory, draft_device)
             self.tree = self._to_target(self.drafted)
             self.replay_verify, _ = capture(lambda: self._verify(self.tree), memory, device)
-        else:
+        else:  # without a draft, a tree is the root alone
             self.replay_draft = lambda: None
             self.replay_verify, _ = capture(lambda: self._verify(self._draft()), memory, device)
         self.copied_bytes = bytes_of(self.state, self.tree) if self.apart else 0
@@ -385,6 +385,7 @@ class CapturedRounds:
 
     @torch.inference_mode()
     def _verify(self, tree: Tree) -> None:
+        """Verifies trees, writes the results to the ring, and copies the new state to where the graphs read it."""
         rounds = self.rounds
         self.results.write(rounds.verify_trees(tree))
         self.verifying.keep(rounds.tensors())

@@ -153,7 +153,7 @@ class CandidateSource:
 
 
 class EagleSource(CandidateSource):
-    """A source whose slots read a token and a state, all by the same computation (`DraftDecoder`)."""
+    """Candidates from an `EagleDraft`. `DraftDecoder` computes every slot from a token and a hidden state."""
 
     def __init__(self, draft: EagleDraft):
         super().__init__(draft)

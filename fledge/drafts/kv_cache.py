@@ -168,7 +168,8 @@ class KVCache:
             self.known_lengths = [self.known_lengths[b] for b in sequences]
 
     def repeated(self, times: int) -> KVCache:
-        """A cache of `times` sequences in the segment of this cache's only sequence; this cache owns the segment."""
+        """A cache of `times` sequences that share the slots of this cache's only sequence. The new cache owns no
+        segment, and frees none."""
         other = KVCache(self.pool)
         other.start_B, other.length_B = self.start_B.repeat(times), self.length_B.repeat(times)
         other.known_lengths = None

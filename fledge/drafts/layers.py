@@ -24,7 +24,7 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each [S, 1, rotated]
 
 @dataclass(frozen=True)
 class Compute:
-    """How layers are computed. All choices give the same values and gradients up to rounding.
+    """How layers are computed. Every `Compute` gives the same values and gradients, up to rounding.
 
     `impl` "eager" is plain torch. "triton" uses fused kernels (on a GPU, or in Triton's interpreter), which save fewer
     activations; modules with biases stay in plain torch. `recompute` recomputes the MLP's activations in the backward

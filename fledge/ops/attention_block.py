@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fledge.ops.device import at_least_float32
 
-BLOCKS = 64  # blocks at a time, which bounds the memory of the scores
+BLOCKS = 64  # blocks per iteration; bounds the memory of the attention scores
 
 
 def block_attention(

@@ -221,11 +221,13 @@ class PackedAttention:
 
 
 def _attend(q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, group: _Group, scale: float | None) -> Tensor:
+    """Causal attention of a padded group of sequences in one call, [B, N, H, d]. The sequences have no earlier tokens,
+    so that `is_causal` suffices."""
     q_BHNd = q_MHd[group.row_BN].transpose(1, 2)
     keys_BGNd, values_BGNd = (x[:, group.slot_BN].transpose(0, 1) for x in (keys_GPd, values_GPd))
-    shared = q_BHNd.shape[1] != keys_BGNd.shape[1]
+    grouped_query = q_BHNd.shape[1] != keys_BGNd.shape[1]
     with without_cudnn_sdpa(q_MHd.device):
         out_BHNd = F.scaled_dot_product_attention(
-            q_BHNd, keys_BGNd, values_BGNd, is_causal=True, scale=scale, enable_gqa=shared
+            q_BHNd, keys_BGNd, values_BGNd, is_causal=True, scale=scale, enable_gqa=grouped_query
         )
     return out_BHNd.transpose(1, 2)

@@ -94,10 +94,10 @@ def share_count(programs: int, slots: int, block: int, target: int, apart: bool 
 
 
 @triton.jit
-def _word(words_ptr, row_s, sws, S, k, W):
-    """Word k of rows of a mask: slots before the new rows are visible, slots after the new rows are not."""
-    rows = tl.where((k >= 0) & (k < W), S, 0)
-    word = tl.load(words_ptr + row_s.to(tl.int64) * sws + k, mask=row_s < rows, other=0)
+def _word(words_ptr, row_s, svs, S, k, W):
+    """Word k, of 64 bits, of each row's mask: all ones for k < 0 (the prefix is visible), zeros for k >= W."""
+    limit = tl.where((k >= 0) & (k < W), S, 0)  # no row is loaded for k outside [0, W)
+    word = tl.load(words_ptr + row_s.to(tl.int64) * svs + k, mask=row_s < limit, other=0)
     return tl.where(k < 0, -1, word).to(tl.uint64, bitcast=True)
 
 

@@ -71,7 +71,7 @@ def block_width(d: int) -> int:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x, copied if the numbers of its last axis are not contiguous."""
+    """`x` itself if its last axis has stride 1, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -83,8 +83,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies CPU tensors of one dtype to the device, in one non-blocking copy from pinned memory.
 
-    On the CPU, returns the tensors themselves. If a tensor is not on the CPU, for example because it was made under
-    `torch.set_default_device`, all tensors are copied one by one.
+    If `device` is the CPU, returns the tensors unchanged. If a tensor is not on the CPU, for example because it was
+    made under `torch.set_default_device`, all tensors are copied one by one.
     """
     if device.type == "cpu" or any(x.device.type != "cpu" for x in tensors):
         return [x.to(device) for x in tensors]

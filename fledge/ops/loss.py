@@ -247,7 +247,8 @@ def tile_loss(
     """The loss of M slots with draft logits `z_MW` against N rows of teacher logits.
 
     Overwrites `z_MW` by its gradient, multiplied by the slots' weights, and writes the results to `sums` at the slots'
-    places. `weight_S` are the weights of all slots; `draft_id_V` is the draft id of each target id, or -1.
+    places. `weight_S` are the weights of all slots. `draft_id_V` maps each target id to its draft id, and to -1 outside
+    the draft's vocabulary.
     """
     teacher = _TeacherTile(teacher_NV, ids_W, draft_id_V)
     z = at_least_float32(z_MW)

@@ -2,13 +2,14 @@
 
 With NumPy, noise is computed only for the tokens that can win.
 
-Where top-k or top-p leaves few tokens, `filtered_argmax` finds and draws among them without sorting all.
+If top-k or top-p keeps few tokens, `filtered_argmax` selects and samples the kept tokens without sorting the
+vocabulary.
 
-A token v with score s_v and uniform u_v has the value s_v - log(E_v), with E_v = -log(u_v). If L is the value of the
-token with the highest score, v wins only if E_v <= exp(s_v - L). Since 1 - u_v <= E_v, so must 1 - u_v be: a comparison
-of the upper bits of v's random number with a threshold, without logarithms. The few remaining tokens are compared by
-value. If two values are so close that another rounding of the logarithm could change the order, the row is left to the
-definition.
+A token v with score s_v and uniform u_v has the value s_v - log(E_v), with E_v = -log(u_v). Let L be the value of the
+token with the highest score. A token v can win only if E_v <= exp(s_v - L), and since 1 - u_v <= E_v, only if 1 - u_v
+<= exp(s_v - L): a comparison of the upper bits of v's random number with a threshold, without logarithms. The few
+remaining tokens are compared by value. If two values are so close that another rounding of the logarithm could change
+the order, the row is left to the definition.
 """
 
 from __future__ import annotations

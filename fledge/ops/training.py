@@ -235,19 +235,19 @@ def _backward(
     dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], start: int, needs_dx: bool,
     gradients: GradientSums | None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """The gradient of x (None unless `needs_dx`) and of each weight (None if `gradients` accumulates it).
+    """The gradient of x, [S, I] (None unless `needs_dx`), and of each weight (None if `gradients` accumulates it).
 
-    x was multiplied by the weights' columns [start, start + x.shape[1]).
+    `dys` are the gradients of the products, [S, O] each. x was multiplied by the weights' columns [start, start + I).
     """
     dx, dweights = None, []
     for dy, weight in zip(dys, weights, strict=True):
-        columns = slice(start, start + x.shape[1])
-        dweights.append(None)
+        columns, dweight = slice(start, start + x.shape[1]), None
         if gradients is not None:
             gradients.add_product(weight, dy, x, start)
         elif weight.requires_grad:
-            dweights[-1] = torch.zeros_like(weight)
-            torch.mm(dy.T, x, out=dweights[-1][:, columns])
+            dweight = torch.zeros_like(weight)  # another product makes the gradient of the other columns
+            torch.mm(dy.T, x, out=dweight[:, columns])
+        dweights.append(dweight)
         if needs_dx:
             dx = dy @ weight[:, columns] if dx is None else dx.addmm_(dy, weight[:, columns])
     return dx, dweights
