@@ -604,7 +604,7 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     answer = chains.generate(asked[0], max_new_tokens=16, speculate=False).text
     answered = {"role": "assistant", "content": answer}
     asked.insert(1, [*asked[0], answered, {"role": "user", "content": "tries again"}])
-    asked = [chains.template.prompt_ids(chat) for chat in asked]
+    asked = [chains.reader.template.prompt_ids(chat) for chat in asked]
     assert record["tau"] == tau_by_definition(chains, asked, 16) == pytest.approx(tau_of_alpha(record["alpha"]))
     assert record["speedup"] == pytest.approx(record["tokens_per_s"] / record["baseline_tokens_per_s"])
     assert record["template_kwargs"] == {"enable_thinking": False}

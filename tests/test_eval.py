@@ -61,7 +61,7 @@ def practised(way: str) -> tuple[TransformersTarget, Draft]:
     target = exact_target()
     draft = tiny_draft(target, hidden_size=256, intermediate_size=256, **(P_EAGLE if way == "parallel" else {}))
     plain = load(target)
-    fit_head(target, draft, [spoken(plain, plain.template.prompt_ids(text), 40)[0] for text in TEXTS], 3)
+    fit_head(target, draft, [spoken(plain, plain.reader.template.prompt_ids(text), 40)[0] for text in TEXTS], 3)
     return target, draft
 
 

@@ -136,7 +136,7 @@ def practised() -> Engine:
     """An engine whose draft was fitted to some of the target's answers, so that part of its tokens are accepted."""
     target = exact_target()
     draft, plain = tiny_draft(target, hidden_size=256, intermediate_size=256), load(target)
-    fit_head(target, draft, [spoken(plain, plain.template.prompt_ids(text), 24)[0] for text in TEXTS[::2]], 3)
+    fit_head(target, draft, [spoken(plain, plain.reader.template.prompt_ids(text), 24)[0] for text in TEXTS[::2]], 3)
     return load(target, draft, depth=3)
 
 
