@@ -26,7 +26,7 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.weights import build_draft, config_json
 from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, first_line, integer, list_of, non_negative, read_json
 from fledge.io.hub import draft_directory
-from fledge.measure.metrics import committed_per_round
+from fledge.measure.metrics import committed_per_round, quiet_traces
 from fledge.states.layout import PRECISIONS
 from fledge.targets.interface import DecodingTarget
 from fledge.train.row_pass import Objective, row_pass
@@ -381,7 +381,6 @@ def decode(
     """Decodes prompts greedily with a draft in chains of `depth` tokens, with the modules in eval mode. Raises
     ValueError if the target cannot verify drafts."""
     from fledge.decode.engine import Engine  # imports transformers, which reading a probe does not need
-    from fledge.measure.run import quiet_traces
 
     traces = quiet_traces(Engine(target, draft, depth=depth), prompts, new_tokens)
     committed, rounds = zip(*(committed_per_round([trace]) for trace in traces), strict=True)

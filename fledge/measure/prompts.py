@@ -147,3 +147,8 @@ def conversation(prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Any:
         if i < len(answers):
             messages.append(answers[i])
     return messages
+
+
+def first_prompt(prompt: EvalPrompt) -> Any:
+    """The input of the first answer: the raw text, or the messages before the first answer."""
+    return conversation(prompt, ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import torch
 
 from fledge.data.answering import history_message
-from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.request import AttributedText, Prompt
+from fledge.decode.request import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
 from fledge.measure import metrics
 from fledge.measure.intervals import speedup_interval, tau_interval
-from fledge.measure.prompts import EvalPrompt, conversation, spread
+from fledge.measure.prompts import EvalPrompt, conversation, first_prompt, spread
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
-from fledge.types import Sampling, Trace, Tree, without_processors
+from fledge.types import Sampling, Tree, without_processors
 
 BASELINE = None  # the name of the arm without a draft; every arm with a draft has the name of an engine
 SAMPLES = 3  # sample answers in a record
@@ -178,28 +176,6 @@ def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequen
     return samples
 
 
-def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding, to choose the best checkpoint. A prompt is rendered with the prompt's own template
-    variables, if any."""
-    inputs = [
-        engine.template.of(p.template_kwargs).prompt_ids(first_prompt(p), tools=p.tools)
-        if p.template_kwargs or p.tools
-        else first_prompt(p)
-        for p in prompts
-    ]
-    return quiet_traces(engine, inputs, max_new_tokens)
-
-
-def quiet_traces(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding. `ChanceWarning` is suppressed, since a draft in training may be at chance."""
-    if not prompts:
-        return []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ChanceWarning)
-        done = engine.generate_all(prompts, max_new_tokens=max_new_tokens)
-    return [c.trace for c in done]
-
-
 def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> int:
     """An estimate of the tokens of a prompt's last turn with its answer: the sum of all turns, each rendered alone, and
     of an answer of `max_new_tokens` to each turn."""
@@ -208,11 +184,6 @@ def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> 
     template = engine.template.of(prompt.template_kwargs)
     turns = [template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
     return sum(map(len, turns)) + prompt.answers * max_new_tokens
-
-
-def first_prompt(prompt: EvalPrompt) -> Any:
-    """The input of the first answer: the raw text, or the messages before the first answer."""
-    return conversation(prompt, ())
 
 
 class _NoRoom(ValueError):
