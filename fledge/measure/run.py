@@ -27,19 +27,16 @@ PROMPT_CHARACTERS = 400  # a sample shows so many characters of the prompt's end
 LOOPING_SHARE = 0.2  # a generation is looping if a larger share of the 8-grams repeats earlier 8-grams
 
 
-class EvaluationStopped(KeyboardInterrupt):
-    """The evaluation was interrupted; `records` cover the requests that all arms had answered."""
+class TurnTooLong(ValueError):
+    """A turn does not fit the target's context."""
+
+
+class EvaluationStopped(Exception):
+    """The evaluation ended early, by KeyboardInterrupt or TurnTooLong (`__cause__`); `records` cover the requests that
+    all arms had answered."""
 
     def __init__(self, records: dict[str, dict[str, Any]]):
         super().__init__()
-        self.records = records
-
-
-class TurnTooLong(ValueError):
-    """A later turn does not fit the target's context; `records` are as in EvaluationStopped."""
-
-    def __init__(self, message: str, records: dict[str, dict[str, Any]]):
-        super().__init__(message)
         self.records = records
 
 
@@ -60,10 +57,10 @@ def evaluate(
 
     With greedy decoding, and with sampling and coupled drafts, the output of all arms must be identical. A different
     token is accepted only if the gap between the target's two best scores at that token is at most the rounding noise
-    between batch shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before
-    decoding. Raises TurnTooLong if the answers have made a later turn too long, and EvaluationStopped after an
-    interrupt (Ctrl-C) if all arms have answered some requests. The records of both exceptions have `stopped`, the
-    number of planned requests. `interrupted` is called first, since a second interrupt would lose the records.
+    between batch shapes, measured in the same run (`near_ties`). Raises TurnTooLong if a prompt is too long, before
+    decoding. Raises EvaluationStopped if answers have made a later turn too long, and after an interrupt (Ctrl-C) if
+    all arms have answered some requests. The records of the exception have `stopped`, the number of planned requests.
+    `interrupted` is called first, since a second interrupt would lose the records.
     """
     comparison = _Comparison(engines)
     for prompt in prompts:
@@ -84,16 +81,13 @@ def evaluate(
             ratio = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
             more["baseline_over_transformers"] = ratio
         return records()
-    except _NoRoom as e:
-        more["stopped"] = sum(p.answers for p in prompts)
-        raise TurnTooLong(str(e), records()) from e
-    except KeyboardInterrupt:
+    except (TurnTooLong, KeyboardInterrupt) as e:
         interrupted()
         if not comparison.groups:
             raise
         comparison.keep_complete()
         more["stopped"] = sum(p.answers for p in prompts)
-        raise EvaluationStopped(records()) from None
+        raise EvaluationStopped(records()) from e
 
 
 def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:
@@ -186,10 +180,6 @@ def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> 
     return sum(map(len, turns)) + prompt.answers * max_new_tokens
 
 
-class _NoRoom(ValueError):
-    """A turn does not fit the target's context."""
-
-
 class _Comparison:
     """The arms of an evaluation: each engine, and the baseline without a draft.
 
@@ -214,7 +204,7 @@ class _Comparison:
         return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
 
     def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]], new: int) -> list[int]:
-        """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if the ids and `new` new
+        """The token ids of a prompt's next turn. Raises TurnTooLong with the prompt's location if the ids and `new` new
         tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         template = self.baseline.template.of(prompt.template_kwargs)
@@ -223,7 +213,7 @@ class _Comparison:
             for engine in self.engines.values():
                 engine.check_length(len(ids), new, drafts=True)
         except ValueError as e:
-            raise _NoRoom(f"{where}: {e}") from e
+            raise TurnTooLong(f"{where}: {e}") from e
         return ids
 
     def warm_up(self, prompts: list[Any], options: dict[str, Any], batch: int) -> None:

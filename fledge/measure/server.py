@@ -19,7 +19,6 @@ from fledge.decode.propose import Drafting
 from fledge.drafts.weights import draft_sha256, open_draft
 from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
-from fledge.engines.support import minimum_version
 from fledge.io.http import key_in, root_of
 from fledge.io.machine import environment, restoring_signals
 from fledge.measure.endpoint import Measurement, causes, decode_own, identical, measure
@@ -112,7 +111,7 @@ class _ServerEvaluation:
         self.kwargs = parse_template_kwargs(options.template_kwargs)
         self.template: ChatTemplate | None = None
         for way in ways(options):  # one way, or none without a draft
-            drafting = Drafting(**way.options(options).drafting(way.mode))
+            drafting = Drafting(**way.drafting(way.draft_mode))
             drafting.check_sampling(options.sampling())
             self.config = open_draft(way.draft).config
             drafting.for_method(self.config.family)
@@ -140,7 +139,7 @@ class _ServerEvaluation:
         measurements, by set name, concurrency or both."""
         several = tuple(len(set(names)) > 1 for names in zip(*self.planned, strict=True))
         records = {
-            " ".join(itertools.compress((name, f"{n} in flight"), several)): _finished(found, self.options, self.config)
+            " ".join(itertools.compress((name, f"{n} in flight"), several)): _finished(found, self.options)
             for (name, n), found in self.measured.items()
         }
         return records if any(several) else next(iter(records.values()), {})
@@ -186,9 +185,6 @@ class _ServerEvaluation:
                     with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
                 found = _Found(client.server, version, decoding, with_draft, without, second)
                 self.measured[name, concurrency] = found
-                if options.out and len(self.measured) < len(self.planned):
-                    with contextlib.suppress(OSError, ValueError):  # reported when the final record is written
-                        write_record(options.out, self.record())
 
     def add_own(self, config: DraftConfig) -> None:
         """Decodes the prompts of the measurements with fledge's own decoder, at --depth (default: the server's depth),
@@ -196,9 +192,8 @@ class _ServerEvaluation:
         server was measured."""
         (way,) = ways(self.options)
         try:
-            depth = way.depth or _depth_of(self.measured, trained_depth(config), way.mode)
-            single = dataclasses.replace(way, depth=depth).options(self.options)
-            engine = single.load_engine(way.draft, way.mode, self.progress.say)
+            depth = way.depth or _depth_of(self.measured, trained_depth(config), way.draft_mode)
+            engine = dataclasses.replace(way, depth=depth).load_engine(way.draft, way.draft_mode, self.progress.say)
             self._decode(engine, {"depth": depth, "method": config.method})
         except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as e:
             if isinstance(e, RuntimeError) and not out_of_memory(e):
@@ -247,7 +242,7 @@ def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) ->
     return known[0]
 
 
-def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -> dict[str, Any]:
+def _finished(found: _Found, options: EvalOptions) -> dict[str, Any]:
     """The record of a measurement."""
     sampled = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     record = found.measurement.record() | {
@@ -275,6 +270,5 @@ def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -
         if options.temperature == 0:
             pair = [[a.answer for a in m.requests] for m in (found.measurement, found.baseline)]
             record["identical"], record["compared"] = identical(*pair)
-    minimum = minimum_version(config, found.server.engine) if config and found.server.engine else None
-    record["causes"] = causes(record, found.server.engine, minimum)
+    record["causes"] = causes(record)
     return record
