@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,9 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
             }
             found: dict[str, Any] = {}
             try:
+                if options.out and records:  # results so far; an error is reported when the final record is written
+                    with contextlib.suppress(OSError, ValueError):
+                        write_record(options.out, records)
                 with progress.count(f"answers to {name} in {len(arms)} ways", answers, unit="answers") as advance:
                     found = evaluate(
                         dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, batch=options.batch,

@@ -68,6 +68,8 @@ def _check(options: EvalOptions) -> list[int]:
     concurrencies = options.concurrency or [1]
     if min(concurrencies) < 1 or len(set(concurrencies)) < len(concurrencies):
         raise ValueError(f"--concurrency {', '.join(map(str, concurrencies))}: give different numbers of at least 1")
+    if options.draft and not options.target:
+        raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
     if len(options.draft) > 1 or len(ways(options)) > 1:
         raise ValueError(
             "a server has one draft and one way of drafting; with --endpoint give --draft, --draft-mode, --depth, "
@@ -75,8 +77,6 @@ def _check(options: EvalOptions) -> list[int]:
         )
     if AUTO in (*options.depth, *options.tree_nodes):
         raise ValueError("a server drafts fixed amounts; with --endpoint give --depth and --tree-nodes as numbers")
-    if options.draft and not options.target:
-        raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
     if options.baseline_endpoint and root_of(options.baseline_endpoint) == root_of(options.endpoint):
         raise ValueError(
             f"--endpoint and --baseline-endpoint are both {options.endpoint}; the second is to be a server of the same "
@@ -185,6 +185,9 @@ class _ServerEvaluation:
                     with_draft = await measure(client, prompts, decoding, histories=histories, **ask)
                 found = _Found(client.server, version, decoding, with_draft, without, second)
                 self.measured[name, concurrency] = found
+                if options.out and len(self.measured) < len(self.planned):
+                    with contextlib.suppress(OSError, ValueError):  # reported when the final record is written
+                        write_record(options.out, self.record())
 
     def add_own(self, config: DraftConfig) -> None:
         """Decodes the prompts of the measurements with fledge's own decoder, at --depth (default: the server's depth),
