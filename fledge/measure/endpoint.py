@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import history_message
 from fledge.data.chat_fields import as_sent
-from fledge.engines.client import Answer, Client, Decoding, Prompt, run_together
+from fledge.engines.client import Answer, Client, Decoding, run_together
 from fledge.engines.metrics import Acceptance, Counters, of_requests, sglang_counters, vllm_counters
 from fledge.io.http import BadRequest, ServerProblem
 from fledge.measure import metrics
@@ -35,10 +35,9 @@ POLL = 0.1  # seconds between two readings of the counters
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: the sent prompt, the prompt's token ids by the target's tokenizer (None without a tokenizer), the
-    answer, and the answer as a message for later turns."""
+    """A request: the prompt's token ids by the target's tokenizer (None without a tokenizer), the answer, and the
+    answer as a message for later turns."""
 
-    prompt: Prompt
     ids: list[int] | None
     answer: Answer
     message: dict[str, Any]
@@ -197,7 +196,7 @@ class _Asking:
                 )  # fmt: skip
         except BadRequest as e:
             raise ValueError(f"{where}: {e}") from e
-        return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
+        return Asked(ids, answer, self._message(prompt, said, ids, answer, len(answers)))
 
     def _message(
         self, prompt: EvalPrompt, said: Any, ids: list[int] | None, answer: Answer, turn: int

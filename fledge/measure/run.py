@@ -24,7 +24,6 @@ from fledge.types import Sampling, Tree, without_processors
 BASELINE = None  # the name of the arm without a draft; every arm with a draft has the name of an engine
 SAMPLES = 3  # sample answers in a record
 PROMPT_CHARACTERS = 400  # a sample shows so many characters of the prompt's end
-LOOPING_SHARE = 0.2  # a generation is looping if a larger share of the 8-grams repeats earlier 8-grams
 
 
 class TurnTooLong(ValueError):
@@ -101,6 +100,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     fast, slow = comparison.speed(name), comparison.speed(BASELINE)
     times = zip(comparison.times[name], comparison.times[BASELINE], strict=True) if batch == 1 else [None] * len(ids)
     requests = [request_record(*each) for each in zip(with_draft, without, times, strict=True)]
+    repeated = [metrics.repeated_ngrams(c.tokens) for c in with_draft]
     share = metrics.paused([c.trace for c in with_draft])
     return {
         "tau": metrics.tau([c.trace for c in with_draft]),
@@ -117,7 +117,8 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "different": len(differing) - ties if promised else None,
         "batch_noise": noise,
         "prompts": len(ids),
-        **_repetition(with_draft),
+        "repeated_8grams": sum(n for n, _ in repeated) / max(sum(n for _, n in repeated), 1),
+        "mean_new_tokens": sum(len(c.tokens) for c in with_draft) / len(with_draft),
         # in a batch, the time of a request includes the prefill of other requests
         "round": _round_times(with_draft, without) if batch == 1 else None,
         "bytes_per_round": metrics.bytes_per_round([c.trace for c in with_draft]),
@@ -256,20 +257,6 @@ class _Comparison:
     def speed(self, arm: str | None) -> float:
         """Tokens per second."""
         return sum(len(c.tokens) for c in self.completions[arm]) / sum(self.times[arm])
-
-
-def _repetition(completions: list[Completion]) -> dict[str, Any]:
-    """The fields of a record about repeated text, and τ without looping generations."""
-    counts = [metrics.repeated_ngrams(c.tokens) for c in completions]
-    not_looping = [
-        c.trace for c, (repeated, n) in zip(completions, counts, strict=True) if repeated <= LOOPING_SHARE * n
-    ]
-    return {
-        "repeated_8grams": sum(repeated for repeated, _ in counts) / max(sum(n for _, n in counts), 1),
-        "not_looping": len(not_looping),
-        "tau_not_looping": metrics.tau(not_looping),
-        "mean_new_tokens": sum(len(c.tokens) for c in completions) / len(completions),
-    }
 
 
 def _round_times(with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:

@@ -71,11 +71,6 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
         lines.append(pause_line(r["paused"], r["pause_reason"]))
     if r["bytes_per_round"]:
         lines.append(f"{r['bytes_per_round'] / 1e3:.1f} KB a round between the devices of draft and target.")
-    tau = f"; τ on those {r['tau_not_looping']:.2f}" if r["tau_not_looping"] else ""
-    lines.append(
-        f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
-        f"do not loop{tau}."
-    )
     return lines
 
 
