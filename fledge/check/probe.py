@@ -22,7 +22,8 @@ from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import build_draft, config_json
-from fledge.measure.metrics import committed_per_round, quiet_traces
+from fledge.measure.metrics import committed_per_round
+from fledge.measure.prompts import quiet_traces
 from fledge.targets.interface import DecodingTarget
 from fledge.train.row_pass import Objective, row_pass
 from fledge.types import Features, Packed

@@ -10,8 +10,8 @@ from fledge.data.answering import text_prompt
 from fledge.data.record import Record
 from fledge.decode.engine import Engine
 from fledge.drafts.draft import Draft
-from fledge.measure.metrics import committed_per_round, drafted_and_accepted, quiet_traces, quotients
-from fledge.measure.prompts import EvalPrompt, first_prompt, prompt_of, read_prompts
+from fledge.measure.metrics import committed_per_round, drafted_and_accepted, quotients
+from fledge.measure.prompts import EvalPrompt, first_prompt, prompt_of, quiet_traces, read_prompts
 from fledge.train.ranks import Ranks
 from fledge.train.setup.data import EVAL_RECORDS
 from fledge.train.setup.recipe import Recipe

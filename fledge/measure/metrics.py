@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from fledge.decode.chance import ChanceWarning
 from fledge.types import Trace
-
-if TYPE_CHECKING:
-    from fledge.decode.engine import Engine
-    from fledge.decode.request import Prompt
-
-
-def quiet_traces(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding. `ChanceWarning` is suppressed, since a draft in training may be at chance."""
-    if not prompts:
-        return []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ChanceWarning)
-        done = engine.generate_all(prompts, max_new_tokens=max_new_tokens)
-    return [c.trace for c in done]
 
 
 def tau(traces: Sequence[Trace]) -> float:

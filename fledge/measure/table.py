@@ -30,9 +30,11 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
     if all(width is None for width in widths):
         del columns["±"]
     optional = [c for c in ("repeats", "identical", "±", "baseline", "tokens/s", "speedup") if c in columns]
-    printer.table(columns, optional=optional)
+    omitted = printer.table(columns, optional=optional)
     few = len(records) <= FEW
     of = {name: (summary_lines if few else notices)(r) for name, r in rows}
+    if "baseline" in omitted:
+        of = {name: [speed_line(records[name]), *lines] for name, lines in of.items()}
     shared = [] if few else [line for line in next(iter(of.values())) if all(line in lines for lines in of.values())]
     _print_lines({name: [line for line in lines if line not in shared] for name, lines in of.items()}, printer)
     if not few:
@@ -51,6 +53,13 @@ def half_width(r: dict[str, Any]) -> float | None:
     """The half width of τ's 95 % interval, above τ, since the lower end is cut at 1; None without an interval."""
     interval = r["tau_interval"]
     return interval[1] - r["tau"] if interval else None
+
+
+def speed_line(r: dict[str, Any]) -> str:
+    return (
+        f"{r['tokens_per_s']:.0f} tokens/s with the draft, {r['baseline_tokens_per_s']:.0f} without: "
+        f"{r['speedup']:.2f} times as fast."
+    )
 
 
 def summary_lines(r: dict[str, Any]) -> list[str]:
