@@ -27,9 +27,8 @@ from fledge.decode.load import load
 from fledge.io.display import ProgressDisplay
 from fledge.io.machine import environment
 from fledge.measure.metrics import alpha, alpha_text, tau
-from fledge.measure.prompts import read_prompts
+from fledge.measure.prompts import first_prompt, read_prompts
 from fledge.measure.record import check_record_path, write_record
-from fledge.measure.run import first_prompt
 from fledge.types import Sampling
 
 METHODS = ("eagle1", "eagle3", "eagle3.1", "peagle")

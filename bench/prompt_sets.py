@@ -25,9 +25,8 @@ from fledge.decode.load import load
 from fledge.decode.prepare import prepare
 from fledge.io.machine import environment, resolve_device
 from fledge.measure.metrics import paused, tau
-from fledge.measure.prompts import read_prompts
+from fledge.measure.prompts import first_prompt, read_prompts
 from fledge.measure.record import check_record_path, write_record
-from fledge.measure.run import first_prompt
 from fledge.targets.loading import load_target
 from fledge.types import Sampling
 

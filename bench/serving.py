@@ -46,7 +46,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fledge.check.probe import read_probe
+from fledge.check.read_probe import read_probe
 from fledge.commands.serve import ServeOptions, command_of
 from fledge.data.template import ChatTemplate
 from fledge.decode.load import load

@@ -31,21 +31,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does for wha
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt processes, which would inherit it
 torch.set_num_threads(1)  # more threads make models of this size slower
 
-write_report = page.write_report
+write_page = page.write_page
 
 
-def note_report(material: Any, out: Any) -> None:
+def note_report(out: Any, sections: Any) -> None:
     """Writes an empty report. Drawing one takes a second, and most commands of most tests would draw one."""
     page.check_report_path(out, "the report").write_text(page.MARK)
 
 
-page.write_report = note_report
+page.write_page = note_report
 
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands draw their reports."""
-    monkeypatch.setattr(page, "write_report", write_report)
+    monkeypatch.setattr(page, "write_page", write_page)
 
 
 requires_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

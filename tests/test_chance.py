@@ -15,8 +15,8 @@ from fledge.decode.chance import ROUNDS, ChanceWarning, ChanceWatch
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.io.display import held_warnings
+from fledge.measure.evaluator import greedy_traces
 from fledge.measure.prompts import EvalPrompt
-from fledge.measure.run import greedy_traces
 from fledge.types import Round, Sampling, Trace
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 

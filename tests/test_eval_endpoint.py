@@ -131,7 +131,6 @@ def test_sglang_is_asked_by_token_ids_or_read_from_counters(evaluate, made):
         went = evaluate(server)
         said = " ".join(went.out.split())
         assert went.code == 0 and "There is no τ: SGLang was started without --enable-metrics" in said, said
-        assert "Since its start, with all its requests, the server's mean is 2." in said
 
 
 def test_what_is_not_known_is_not_invented(evaluate):
@@ -151,7 +150,7 @@ def test_fledges_decoder_answers_the_same_prompts(evaluate, made):
         assert own["depth"] == 2 == record["depth"] and own["tau"] >= 1 and own["identical"] == 0
         assert own["device"] == "cpu" and own["rounds"] > 0
         text = " ".join(record["causes"])
-        assert "4 of 4 answers differ from fledge's" in text and "another draft on the server" in text
+        assert "4 of 4 answers differ from fledge's" in text and "section When τ differs" in text
         went = evaluate(server, *words, "--depth", 3)
         said = " ".join(went.out.split())
         assert (
@@ -213,9 +212,6 @@ def test_a_baseline_that_drafts_is_refused(evaluate, made, engine, monkeypatch):
             said = " ".join(went.err.split())
             assert went.code == 2 and f"{plain.url} (--baseline-endpoint) drafts itself: it counts 2." in said, said
             assert not server.asked and (engine == "sglang" or len(plain.asked) <= most)
-    with FakeServer(**options).started() as server, FakeServer(**options).started() as plain:
-        went = evaluate(server, "--baseline-endpoint", plain.url)  # SGLang then tells a mean since its start alone
-        assert went.code == 2 and "drafts itself" in went.err, went.err
 
 
 def test_a_baseline_with_another_name(evaluate, tmp_path):
@@ -353,14 +349,9 @@ def test_causes_that_the_record_shows_come_first():
         "requests": 8,
         "sampling": {"temperature": 1.0}, "mismatched_prompts": ["31 tokens on the server, 27 by the template"],
     }  # fmt: skip
-    found = causes(record, "vllm", "0.22")
-    assert [text.split()[0] for text in found] == ["1", "The", "At", "Causes"]
-    assert "before 0.22" in found[-1] and "--concurrency 1" in found[-1] and "give --depth" in found[1]
-    assert causes(record | {"tau": 2.44}, "vllm", None) == [] == causes(record | {"tau": None}, "vllm", None)
-    assert "method" not in causes(record, "sglang", None)[-1]
-    higher = causes(record | {"tau": 3.0}, "vllm", "0.22")[-1]  # what only lowers τ is no cause of that
-    assert "another draft on the server" in higher and "0.22" not in higher and "method" not in higher
-    assert "layers" in found[-1] and "layers" not in higher and "another draft on the server" in found[-1]
+    found = causes(record)
+    assert [text.split()[0] for text in found] == ["1", "The", "At", "For"] and "give --depth" in found[1]
+    assert causes(record | {"tau": 2.44}) == [] == causes(record | {"tau": None})
 
 
 def test_a_difference_within_chance_has_no_cause():
@@ -378,10 +369,10 @@ def test_a_difference_within_chance_has_no_cause():
     }  # fmt: skip
     simulated = statistics.stdev(tau(200) - tau(100) for _ in range(2000))
     assert tau_error(record) == pytest.approx(simulated, rel=0.06)
-    (found,) = causes(record, "vllm", None)
+    (found,) = causes(record)
     assert found.startswith("The difference of 0.20 is within chance: its standard error is 0.1")
     more = record | {"counted": {"rounds": 20000}, "own": own | {"rounds": 20000}}
-    assert causes(more, "vllm", None)[-1].startswith("Causes that cannot be seen")
+    assert causes(more)[-1].startswith("For causes that cannot be seen")
     assert tau_error(record | {"alpha": None}) is None
 
 

@@ -17,7 +17,7 @@ from fledge.commands.inspect import InspectOptions, run
 from fledge.config import DraftConfig, RopeConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
-from fledge.publish.card import trainer_notes
+from fledge.engines.support import trainer_notes
 from support.drafts_on_disk import HEAD, HEADS, INNER, KV, D, V, make, refused, same, saved
 from support.files import reconfigure
 from support.targets import tiny_target

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fledge.check.make_probe import make_probe
-from fledge.check.probe import read_probe
+from fledge.check.read_probe import read_probe
 from fledge.commands import features as features_job
 from fledge.commands.features import FeaturesOptions
 from fledge.commands.train import _run_as_rank

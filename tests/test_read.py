@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from fledge.data.read import absolute_source, check_source, read_records
 from fledge.data.record import Record, parse_record
 from fledge.data.template import ChatTemplate
-from fledge.measure.prompts import prompt_of
-from fledge.measure.run import first_prompt
+from fledge.measure.prompts import first_prompt, prompt_of
 from support.files import write_rows
 from support.targets import tiny_tokenizer
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fledge.commands.report import ReportOptions, run
-from fledge.report.page import render, report_file, report_run
-from fledge.report.read import read
-from fledge.report.training import smoothed, thinned
+from fledge.report.page import render
+from fledge.report.read import read, report_file, sections_of
+from fledge.report.training import report_run, smoothed, thinned
 from support.reports import record, sweep, write_records, write_run
 
 pytestmark = pytest.mark.usefixtures("drawing")
@@ -20,7 +20,7 @@ DECODING = ("alpha", "tau-decoded", "speedup", "round")
 
 
 def page_of(*paths: Path) -> str:
-    return render(read(paths))
+    return render(sections_of(read(paths)))
 
 
 def figures(page: str) -> set[str]:
@@ -191,7 +191,7 @@ def test_a_report_that_cannot_be_drawn_is_one_message(tmp_path: Path, monkeypatc
     directory = write_run(tmp_path / "run")
     report_run(directory, said.append)
     assert (directory / "report.html").exists() and len(said) == 1
-    monkeypatch.setattr("fledge.report.page.render", lambda material: 1 / 0)
+    monkeypatch.setattr("fledge.report.page.render", lambda sections: 1 / 0)
     report_run(directory, said.append)
     assert "was not drawn" in said[1] and "fledge report" in said[1] and len(said) == 2
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from fledge.report.page import write_report
-from fledge.report.read import read
+from fledge.report.read import read, write_report
 from support.reports import record, sweep, write_records, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

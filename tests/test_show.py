@@ -319,7 +319,7 @@ RECORD = {
     "tau": 2.345, "tau_interval": None, "alpha": [0.75, 0.5], "tokens_per_s": 12345.0,
     "baseline_tokens_per_s": 5000.0, "speedup": 2.47,
     "identical": 100, "near_ties": 0, "different": 0, "batch_noise": None, "prompts": 100, "repeated_8grams": 0.12,
-    "not_looping": 90, "tau_not_looping": 2.2, "round": None, "batch": 4,
+    "round": None, "batch": 4,
     "bytes_per_round": 0.0,
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.check.probe import Probe, ProbeRecord, read_probe
+from fledge.check.probe import Probe, ProbeRecord, render_chats
+from fledge.check.read_probe import read_probe
 from fledge.config import DraftConfig, RopeConfig
+from fledge.data.template import ChatTemplate
 from fledge.drafts.registry import NETWORKS
 from fledge.drafts.weights import (
     CONFIG,
@@ -31,7 +33,7 @@ from fledge.io.files import read_consistent
 from fledge.io.formats import Deviation, deviations, flat_config, is_speculators, to_engine
 from fledge.io.hub import draft_directory
 from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, weights_file
-from fledge.targets.compatibility import layers_of, mismatch
+from fledge.targets.compatibility import layers_of
 from fledge.targets.interface import UNLIMITED, Target
 
 EMBEDDING = "embed_tokens.weight"
@@ -52,6 +54,7 @@ ENGINE_FIELDS = (
     ("architectures", None, "an engine refuses the draft or computes another kind; fledge export writes its class"),
     ("model_type", None, "an engine computes the layer of another family of models"),
     ("bias", False, "vLLM and SGLang then add a bias that the file does not have: acceptance falls"),
+    ("rope_theta", None, "SafeAILab's code reads it, in place of rope_parameters, and turns positions otherwise"),
     ("draft_vocab_size", None, "SGLang and SafeAILab's code refuse a config without it"),
     ("num_aux_hidden_states", 3, "vLLM expects so many hidden states in fc (three without the field), and fails"),
     ("eagle_config.layer_ids", None, "vLLM 0.33 then reads these hidden states of the target"),
@@ -210,53 +213,51 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[Finding]:
-    """Findings about the map between the vocabularies of draft and target."""
+    """A finding about the map between the vocabularies of draft and target; empty if the map is right."""
+    fault = _vocabulary_fault(draft, record)
+    return [Finding("vocabulary", *fault)] if fault else []
+
+
+def _vocabulary_fault(draft: DraftOnDisk, record: ProbeRecord | None) -> tuple[str, str, str] | None:
+    """The cause, symptom and cure of a fault of the vocabulary map."""
     config, d2t = draft.config, draft.tensors.get("d2t")
     W, V = config.draft_vocab_size, config.vocab_size
     cure = "copy the draft again; d2t[i] is the target's id of draft token i, minus i"
     served = "engines then verify other tokens than the draft means: acceptance about 0"
     if W == V:
-        if d2t is None:
-            return []
         cause = "d2t is in the file, but the draft has the whole vocabulary"
-        return [Finding("vocabulary", cause, "vLLM 0.33 refuses it", "remove d2t from the file")]
+        return None if d2t is None else (cause, "vLLM 0.33 refuses it", "remove d2t from the file")
     if d2t is None:
         cause = f"d2t is missing, and the draft predicts {W:,} of {V:,} tokens"
-        symptom = "vLLM then reads draft ids as target ids: acceptance about 0"
-        return [Finding("vocabulary", cause, symptom, cure)]
+        return cause, "vLLM then reads draft ids as target ids: acceptance about 0", cure
     if d2t.shape != (W,) or d2t.is_floating_point():
         cause = f"d2t has shape {list(d2t.shape)} and dtype {str(d2t.dtype).split('.')[-1]}, not [{W}] and int64"
-        return [Finding("vocabulary", cause, served, cure)]
-    ids = d2t + torch.arange(W)
+        return cause, served, cure
+    ids, listed = d2t + torch.arange(W), draft.marked
     known = record.draft_config.provenance.vocabulary_sha256 if record else config.provenance.vocabulary_sha256
-    listed = draft.marked
 
     def right(found: Tensor) -> bool:
         if known:
             return vocabulary_sha256(found) == known
         return listed is not None and torch.equal(found, listed)
 
+    if not d2t.any() and not right(ids):
+        return "d2t is wrong: all of it is zero, so that draft ids are taken for target ids", served, cure
     in_order = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < V
-    if not in_order or ((known or not d2t.any()) and not right(ids)):
-        cause = "it is not the vocabulary map of training"
-        if not in_order:
-            cause = "its ids are not ascending within the target's"
-        if not d2t.any():
-            cause = "all of it is zero, so that draft ids are taken for target ids"
-        elif right(d2t):
+    if not in_order or (known and not right(ids)):
+        cause = (
+            "it is not the vocabulary map of training" if in_order else "its ids are not ascending within the target's"
+        )
+        if right(d2t):
             cause = "it holds the target's ids in place of their distances from the draft's ids"
-        return [Finding("vocabulary", f"d2t is wrong: {cause}", served, cure)]
-    if listed is not None and not torch.equal(listed, ids):
-        cure = "write t2d again: true for the target's ids that d2t maps to"
-        if not known:  # no hash tells that d2t is right
-            cure = f"copy the draft again, as either may be wrong; if d2t is known to be right, {cure}"
-        return [
-            Finding(
-                "vocabulary", "t2d and d2t contradict each other: t2d marks other tokens as the draft's",
-                "vLLM and SGLang read d2t, and SafeAILab's code and trainers t2d: continued training is wrong", cure,
-            )
-        ]  # fmt: skip
-    return []
+        return f"d2t is wrong: {cause}", served, cure
+    if listed is None or torch.equal(listed, ids):
+        return None
+    cure = "write t2d again: true for the target's ids that d2t maps to"
+    if not known:  # no hash tells that d2t is right
+        cure = f"copy the draft again, as either may be wrong; if d2t is known to be right, {cure}"
+    symptom = "vLLM and SGLang read d2t, and SafeAILab's code and trainers t2d: continued training is wrong"
+    return "t2d and d2t contradict each other: t2d marks other tokens as the draft's", symptom, cure
 
 
 def layer_findings(
@@ -315,10 +316,8 @@ def config_findings(
         symptom = "the draft is computed otherwise than it was trained: acceptance falls, often to that of chance"
         found.append(Finding("config", cause, symptom, f"set it back to {before}"))
     if record and not draft.speculators:
-        found += _engine_findings(draft, record, {name for name, *_ in changed})
-    if not any(f.cause.startswith("RoPE") for f in found) and (problem := _rope_contradiction(hf)):
-        symptom = "SafeAILab's code reads the first, vLLM and SGLang the second: one of them turns positions wrongly"
-        found.append(Finding("config", problem, symptom, "make both those of training"))
+        known = {name for name, *_ in changed}
+        found += _engine_findings(draft, record, known | ({"rope_theta"} if "rope" in known else set()))
     if "sglang" not in engines:
         return found
     limit, context = config.max_position_embeddings, target.context
@@ -372,22 +371,6 @@ def _shown(name: str, now: Any, before: Any) -> tuple[str, str]:
     return tuple(", ".join(f"{n} {format_value(getattr(rope, n))}" for n in names) for rope in (now, before))
 
 
-def _rope_contradiction(hf: dict[str, Any]) -> str:
-    """How rope_theta and rope_scaling contradict rope_parameters in a config.json; empty without a contradiction."""
-    older = {k: v for k, v in hf.items() if k != "rope_parameters"}
-    newer = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
-    if not hf.get("rope_parameters") or not (hf.get("rope_theta") or hf.get("rope_scaling")):
-        return ""
-    try:
-        first, second = RopeConfig.from_hf(older), RopeConfig.from_hf(newer)
-    except ValueError:
-        return ""  # one of the two is incomplete and needs the fields of the second
-    if first == second:
-        return ""
-    now, before = _shown("rope", first, second)
-    return f"rope_theta and rope_scaling say {now}, and rope_parameters say {before}"
-
-
 def norm_output_note(draft: DraftOnDisk) -> str:
     """A note on `norm_output` in older versions of SpecForge; empty for a draft that SpecForge cannot have trained."""
     config = draft.config
@@ -400,15 +383,6 @@ def norm_output_note(draft: DraftOnDisk) -> str:
         "after the first are accepted less often. If such a version trained this draft, remove norm_output from "
         f"{CONFIG}, which gives the draft of training. fledge check decodes with and without norm_output."
     )
-
-
-def target_findings(draft: DraftOnDisk, target: Target) -> list[Finding]:
-    """A finding with the reason if the draft does not fit the target; otherwise none."""
-    problem = mismatch(draft.config, target)
-    return [
-        Finding("target", f"the draft does not fit {target.name}: {problem}", "engines fail, or accept almost no token",
-                "serve it with the target that it was trained for")
-    ] if problem else []  # fmt: skip
 
 
 def rope_note(draft: DraftOnDisk, target: Target) -> str:
@@ -424,27 +398,30 @@ def rope_note(draft: DraftOnDisk, target: Target) -> str:
     return f"its RoPE has {now}, and the target's {other}; wrong unless it was trained so."
 
 
-def template_findings(
-    draft: DraftOnDisk, target: Target, record: ProbeRecord, renders: Mapping[str, Sequence[str]]
-) -> tuple[list[Finding], list[str]]:
-    """Findings and notes about the chat template. `renders` are the record's chats, rendered by the target's template
-    with the template arguments in config.json ("now") and with the template arguments of training ("before")."""
+def template_findings(draft: DraftOnDisk, target: Target, record: ProbeRecord) -> tuple[list[Finding], list[str]]:
+    """Findings and notes about the chat template: the record's chats are rendered by the target's template with the
+    template arguments of training, and with those of config.json."""
     kwargs, before = draft.config.provenance.template_kwargs, record.draft_config.provenance
     symptom = "the draft sees other text than in training: acceptance falls, by little or by much"
     same_file = before.template_sha256 == template_sha256(target.tokenizer)
-    if list(renders["before"]) != record.chats:
+    now = _render(target, before.template_kwargs)
+    if now != record.chats:
         if same_file:
             return [], [
                 "the chat template renders a chat otherwise than when the draft was trained, e.g. another date."
             ]
         cure = "use the chat template of training with this draft, or train it on chats with the new one"
-        shown = _first_difference(record.chats, renders["before"])
+        shown = _first_difference(record.chats, now)
         return [Finding("template", f"the target's chat template is not that of training: {shown}", symptom, cure)], []
-    if kwargs != before.template_kwargs and list(renders["now"]) != record.chats:
-        shown = _first_difference(record.chats, renders["now"])
+    if kwargs != before.template_kwargs and (now := _render(target, kwargs)) != record.chats:
+        shown = _first_difference(record.chats, now)
         cause = f"template_kwargs are {kwargs}, and were {before.template_kwargs} in training (thinking mode): {shown}"
         return [Finding("template", cause, symptom, f"set them to {before.template_kwargs}")], []
     return [], []
+
+
+def _render(target: Target, kwargs: dict[str, Any] | None) -> list[str]:
+    return render_chats(ChatTemplate(target.tokenizer, target.stop_ids, kwargs))
 
 
 def _first_difference(before: Sequence[str], now: Sequence[str]) -> str:

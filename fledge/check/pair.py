@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fledge.check import draft_files as files
 from fledge.check import replays
 from fledge.check.draft_files import DraftOnDisk, Finding, Report
-from fledge.check.probe import Probe, ProbeDecoding, decode, render_chats
+from fledge.check.probe import Probe, ProbeDecoding, decode
 from fledge.data.template import ChatTemplate
 from fledge.decode.chance import AT_CHANCE
 from fledge.drafts.weights import DraftFiles, check_draft, open_draft
@@ -20,10 +20,10 @@ from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.fields import parse_dtype
 from fledge.io.formats import to_engine
 from fledge.io.machine import free_bytes, resolve_device
-from fledge.targets.compatibility import layers_of
+from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.distributed import model_bytes, out_of_memory
 from fledge.targets.loading import load_target
-from fledge.targets.parts import ModelTarget, TargetParts
+from fledge.targets.parts import ModelTarget
 
 # prompts to decode with a draft that has no probe
 QUESTIONS = (
@@ -68,24 +68,20 @@ def check_pair(
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with _explaining_memory(target_name):
-        target = _load_target(load, target_name, resolve_device(device), files_only)
-        with progress.count("parts of the check", 3, passing=True) as advance:
-            _check_files(report, draft, target, probe, engine)
-            if engine:
-                _check_engine(report, name, draft, engine)
-            elif not report.failed():
-                for other in ("vllm",) if draft.speculators else SERVERS:
-                    if not unsupported(draft.config, other) and (differences := _other_files(name, other)):
-                        report.notes.append(f"{differences}. Before serving it there, {_export_cure(name, other)}.")
-            advance()
-            if probe is not None and not files_only:
-                _replay_target(report, target, probe)
-            if probe is not None:
-                _replay_draft(report, draft, probe)
-            advance()
-            if not files_only:
-                _decode(report, name, draft, target, probe, progress.say)
-            advance()
+        target = _load_target(load, resolve_device(device), files_only)
+        _check_files(report, draft, target, probe, engine)
+        if engine:
+            _check_engine(report, name, draft, engine)
+        elif not report.failed():
+            for other in ("vllm",) if draft.speculators else SERVERS:
+                if not unsupported(draft.config, other) and (differences := _other_files(name, other)):
+                    report.notes.append(f"{differences}. Before serving it there, {_export_cure(name, other)}.")
+        if probe is not None and not files_only:
+            _replay_target(report, target, probe)
+        if probe is not None:
+            _replay_draft(report, draft, probe)
+        if not files_only:
+            _decode(report, name, draft, target, probe, progress.say)
     if files_only:
         report.files_only = True
         report.notes.append(
@@ -103,24 +99,21 @@ def _explaining_memory(target: str) -> Iterator[None]:
     except (RuntimeError, MemoryError, ValueError) as e:
         if not out_of_memory(e):
             raise
-        raise _too_large(target, next(iter(str(e).splitlines()), type(e).__name__)) from e
+        reason = next(iter(str(e).splitlines()), type(e).__name__)
+        raise TargetTooLarge(
+            f"{target} does not fit in the memory here ({reason}); check what needs none of its weights with "
+            "--files-only, or choose another --device or a smaller --dtype"
+        ) from e
 
 
-def _too_large(target: str, reason: str) -> TargetTooLarge:
-    return TargetTooLarge(
-        f"{target} does not fit in the memory here ({reason}); check what needs none of its weights with "
-        "--files-only, or choose another --device or a smaller --dtype"
-    )
-
-
-def _load_target(load: Callable[..., ModelTarget], name: str, device: str, files_only: bool) -> ModelTarget:
-    """The target; with `files_only` without weights."""
+def _load_target(load: Callable[..., ModelTarget], device: str, files_only: bool) -> ModelTarget:
+    """The target; with `files_only` without weights. Raises MemoryError if the weights would not fit."""
     empty = load(device=device, weights=False)
     if files_only:
         return empty
     needed, free = model_bytes(empty.model), free_bytes(device)
     if not empty.quantization and free is not None and needed > free:  # loading too much could end the process
-        raise _too_large(name, f"{needed / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free on {device}")
+        raise MemoryError(f"{needed / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free on {device}")
     return load(device=device)
 
 
@@ -136,7 +129,12 @@ def _check_files(
         "vocabulary", files.vocabulary_findings(draft, record),
         f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
     )  # fmt: skip
-    fits = report.add("target", files.target_findings(draft, target), "sizes, layers and tokenizer fit the draft")
+    misfit = []
+    if problem := mismatch(config, target):
+        cause = f"the draft does not fit {target.name}: {problem}"
+        cure = "serve it with the target that it was trained for"
+        misfit.append(Finding("target", cause, "engines fail, or accept almost no token", cure))
+    fits = report.add("target", misfit, "sizes, layers and tokenizer fit the draft")
     if fits and config.family.reads_layers:
         findings, notes = files.layer_findings(draft, target, record, engines)
         layers = () if findings else layers_of(config, target)
@@ -151,9 +149,7 @@ def _check_files(
     report.notes += [note for note in (files.norm_output_note(draft), files.rope_note(draft, target)) if note]
     known, kwargs = config.provenance.template_sha256, config.provenance.template_kwargs
     if record is not None:
-        variables = {"now": kwargs, "before": record.draft_config.provenance.template_kwargs}
-        renders = {k: render_chats(ChatTemplate(target.tokenizer, target.stop_ids, v)) for k, v in variables.items()}
-        findings, notes = files.template_findings(draft, target, record, renders)
+        findings, notes = files.template_findings(draft, target, record)
         shown = "the chat template renders chats as in training"
         if kwargs:
             shown += f", with chat_template_kwargs {json.dumps(kwargs)} in each request"
@@ -191,16 +187,15 @@ def _export_cure(name: str, engine: str) -> str:
 def _replay_target(report: Report, target: ModelTarget, probe: Probe) -> None:
     """Computes the probe's hidden states again."""
     try:
-        match = replays.match_features(probe, target)
+        findings, notes, errors = replays.feature_findings(probe, target)
     except ValueError as e:
         if not report.failed("target"):
             report.findings.append(Finding("target", str(e), "", "use the target that the draft was trained for"))
-    else:
-        findings, notes = replays.feature_findings(match, probe, target)
-        shown = ", ".join(f"{e:.2%}" for e in match.errors)
-        report.add("features", findings, f"the target computes the hidden states of training (differences {shown})")
-        report.notes += notes
-        report.measured["feature_errors"] = match.errors
+        return
+    shown = ", ".join(f"{e:.2%}" for e in errors)
+    report.add("features", findings, f"the target computes the hidden states of training (differences {shown})")
+    report.notes += notes
+    report.measured["feature_errors"] = errors
 
 
 def _replay_draft(report: Report, draft: DraftOnDisk, probe: Probe) -> None:
@@ -232,17 +227,16 @@ def _decode(
         why = "fledge does not load a draft with such a config.json" if draft.deviations else e
         report.notes.append(f"nothing is decoded: {why}.")
         return
+    if report.failed():
+        report.notes.append(f"τ is {now.tau:.2f} on the recorded prompts, and was {before.tau:.2f}.")
     findings, figures = replays.decoding_findings(now, before, report.failed())
-    report.findings = replays.with_measured(report.findings, figures)
     shown = f"τ {now.tau:.2f} on {len(now.prompts)} prompts, {before.tau:.2f} after training"
     report.add("decoding", findings, f"{shown} (lowest that passes: {before.tau - figures['margin']:.2f})")
     report.measured |= figures
 
 
-def _decoded(
-    target: ModelTarget | TargetParts, draft: DraftFiles, prompts: Sequence[list[int]], new_tokens: int, depth: int
-) -> ProbeDecoding:
-    return decode(target, draft.build(target.device, target.dtype), prompts, new_tokens, depth)
+def _decoded(target: ModelTarget, draft: DraftFiles, *how: Any) -> ProbeDecoding:
+    return decode(target, draft.build(target.device, target.dtype), *how)
 
 
 def _decode_questions(report: Report, draft: DraftFiles, target: ModelTarget, say: Callable[[str], None]) -> None:
@@ -265,7 +259,7 @@ def _decode_questions(report: Report, draft: DraftFiles, target: ModelTarget, sa
     best = max(tried, key=lambda text: tried[text][0].tau, default=None)
     if best is not None:
         other = tried[best][0]
-        least = max(replays.ERRORS * other.error_against(now), AT_CHANCE, 2 * replays.LEAST * now.tau)
+        least = max(replays.ERRORS * replays.tau_error(other, now), AT_CHANCE, 2 * replays.LEAST * now.tau)
         best = best if other.tau > now.tau + least else None
     if best is not None:
         cause, cure = f"{cause}, and {tried[best][0].tau:.2f} {best}", tried[best][1]

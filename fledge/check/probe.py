@@ -11,23 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import build_draft, config_json
-from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, first_line, integer, list_of, non_negative, read_json
-from fledge.io.hub import draft_directory
 from fledge.measure.metrics import committed_per_round
-from fledge.states.layout import PRECISIONS
+from fledge.measure.prompts import quiet_traces
 from fledge.targets.interface import DecodingTarget
 from fledge.train.row_pass import Objective, row_pass
 from fledge.types import Features, Packed
@@ -46,33 +42,6 @@ CHAT = (
     {"role": "assistant", "content": "Blue."},
     {"role": "user", "content": "Another one."},
 )
-
-_CHATS = list_of(Kind("a string of at most 100,000 characters", lambda x: isinstance(x, str) and len(x) <= 100_000), 8)
-_IDS = list_of(integer(0, 2**24), 4096)
-_COUNTS = list_of(integer(0, 2**20), 256)
-_RECORD = {
-    "format": integer(1, FORMAT),
-    "versions": OBJECT,
-    "config": OBJECT,
-    "tensors": OBJECT,
-    "target_sha256": TEXT,
-    "chats": _CHATS,
-    "precision": Kind(f"float64 or one of {', '.join(PRECISIONS)}", lambda x: x in ("float64", *PRECISIONS)),
-    "layers": LAYERS,
-    "steps": integer(1, STEPS),
-    "spacings": list_of(integer(1, FAR), 4),
-    "decoding": OBJECT,
-    "step": integer(0, 2**40),
-    "eval_tau": non_negative(1e3),
-}
-_DECODING = {
-    "prompts": list_of(_IDS, 256),
-    "new_tokens": integer(1, 4096),
-    "depth": integer(1, 64),
-    "committed": _COUNTS,
-    "rounds": _COUNTS,
-    "dtype": TEXT,
-}
 
 
 @dataclass(frozen=True)
@@ -111,20 +80,6 @@ class ProbeDecoding:
     def tau(self) -> float:
         """The tokens committed per round; 0 if there were no rounds."""
         return sum(self.committed) / sum(self.rounds) if any(self.rounds) else 0.0
-
-    def error_against(self, before: ProbeDecoding) -> float:
-        """The standard error of the difference between `tau` and the `tau` of an earlier decode of the same prompts:
-        two ratios of sums over answers, paired, since a prompt may be easy or hard in both decodes."""
-        n = len(self.rounds)
-        if n < 2 or not any(self.rounds) or not any(before.rounds):
-            return 0.0
-        pairs = zip(self._influences(), before._influences(), strict=True)
-        return (n / (n - 1) * sum((a - b) ** 2 for a, b in pairs)) ** 0.5
-
-    def _influences(self) -> list[float]:
-        """The first-order influence of each answer on `tau`."""
-        total = sum(self.rounds)
-        return [(c - self.tau * r) / total for c, r in zip(self.committed, self.rounds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -224,7 +179,7 @@ def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: Prob
     """The files of a draft's probe, by path in the draft's directory. `draft` is connected to its target and is saved
     in `dtype`. The function sets the config, the tensors and the versions of `record`."""
     copy, config = rounded_copy(draft, dtype), draft.config
-    id_U = _read_ids(excerpt, config)
+    id_U = read_ids(excerpt, config)
     id_J = torch.linspace(0, config.draft_vocab_size - 1, min(IDS, config.draft_vocab_size)).round().long()
     rows = {"embedding": draft.embedding[id_U.to(draft.embedding.device)].detach().to("cpu", dtype)}
     if config.family.borrows_head:
@@ -244,7 +199,7 @@ def probe_files(draft: Draft, dtype: torch.dtype, excerpt: Excerpt, record: Prob
     return {TENSORS: save(tensors), RECORD: (text + "\n").encode()}
 
 
-def _read_ids(excerpt: Excerpt, config: DraftConfig) -> Tensor:
+def read_ids(excerpt: Excerpt, config: DraftConfig) -> Tensor:
     """The distinct tokens that a draft reads, ascending."""
     mask = [] if config.mask_token_id is None else [torch.tensor([config.mask_token_id])]
     return torch.cat([excerpt.token_N[excerpt.start :], *mask]).unique()
@@ -306,82 +261,12 @@ def _row_of(token: int, id_U: Tensor) -> int:
     return int(rows[0])
 
 
-def logits_error(found: Tensor, stored: Tensor) -> float:
-    """The norm of `found - stored`, relative to the norm of the stored logits minus their mean; infinite for logits of
-    a different shape, NaN or infinity."""
-    if found.shape != stored.shape or not bool(found.isfinite().all()):
-        return float("inf")
-    spread = stored - stored.mean(-1, keepdim=True)
-    return float((found - stored).norm() / spread.norm().clamp_min(1e-30))
-
-
-def probe_content(name: str | Path) -> dict[str, bytes]:
-    """The content of the probe files of a draft, given by directory or hub id; empty if the draft has no probe."""
-    directory = draft_directory(name)
-    return {name: (directory / name).read_bytes() for name in (TENSORS, RECORD) if (directory / name).is_file()}
-
-
-def read_probe(directory: Path) -> Probe | None:
-    """The probe in a draft's directory; None without a probe. Raises ValueError for a probe that is damaged or of a
-    later version."""
-    files = [directory / name for name in (TENSORS, RECORD)]
-    if not any(file.exists() for file in files):
-        return None
-    try:
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"{missing[0]} is missing")
-        record = _read_record(read_json(files[1]))
-        return _assembled(load(files[0].read_bytes()), record)
-    except Exception as e:  # safetensors, JSON and tensors of wrong shapes raise many types
-        raise ValueError(f"the probe in {directory / FOLDER} cannot be read ({first_line(e)})") from e
-
-
-def _read_record(content: Any) -> ProbeRecord:
-    top = Fields(content, _RECORD)
-    if top.get("format") is None:
-        raise ValueError("its format is not known")
-    decoding = None
-    if "decoding" in top:
-        known = top.nested("decoding", _DECODING)
-        decoding = ProbeDecoding(**{name: known.get(name) for name in _DECODING})
-        counts = {len(x) if x else 0 for x in (decoding.prompts, decoding.committed, decoding.rounds)}
-        if len(counts) > 1 or 0 in counts or None in (decoding.new_tokens, decoding.depth):
-            raise ValueError("its prompts and rounds do not belong together")
-    rest = {name: top.get(name) for name in _RECORD if name not in ("format", "decoding")}
-    if missing := [name for name, value in rest.items() if value is None and name != "eval_tau"]:
-        raise ValueError(f"{missing[0]} is missing")
-    record = ProbeRecord(**rest, decoding=decoding)
-    record.draft_config  # noqa: B018 (raises ValueError for a config that is not a draft's)
-    return record
-
-
-def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
-    config = record.draft_config
-    token_N, id_J = tensors["tokens"].long(), tensors["draft_ids"].long()
-    excerpt = Excerpt(token_N, tensors["states"], record.steps)
-    id_U = _read_ids(excerpt, config)
-    probe = Probe(excerpt, id_U, tensors["embedding"], id_J, tensors.get("head"), tensors["logits"].float(), record)
-    A = len(record.layers) if config.family.reads_layers else 1
-    wanted = {
-        "states": (excerpt.states_TAD.shape[0], A, config.target_hidden_size),
-        "embedding": (id_U.numel(), config.hidden_size),
-        "logits": (len(record.spacings), record.steps, excerpt.slots, id_J.numel() + 1),
-    }
-    for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape or min(shape) < 1:
-            raise ValueError(f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}")
-    if excerpt.start < 0 or int(id_J.max()) >= config.draft_vocab_size or int(id_J.min()) < 0:
-        raise ValueError("its tokens do not fit its config")
-    return probe
-
-
 def decode(
     target: DecodingTarget, draft: Draft, prompts: list[list[int]], new_tokens: int, depth: int
 ) -> ProbeDecoding:
     """Decodes prompts greedily with a draft in chains of `depth` tokens, with the modules in eval mode. Raises
     ValueError if the target cannot verify drafts."""
-    from fledge.decode.load import load
-    from fledge.measure.run import quiet_traces
+    from fledge.decode.load import load  # imports transformers, which reading a probe does not need
 
     traces = quiet_traces(load(target, draft, depth=depth), prompts, new_tokens)
     committed, rounds = zip(*(committed_per_round([trace]) for trace in traces), strict=True)

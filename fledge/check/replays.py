@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fledge.check.draft_files import COPY, DraftOnDisk, Finding, changed_fields
-from fledge.check.probe import Probe, ProbeDecoding, ProbeRecord, logits_error, replay, tensor_sha256
+from fledge.check.probe import Probe, ProbeDecoding, ProbeRecord, replay, tensor_sha256
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.drafts.weights import DraftFiles, build_draft, meta_draft, target_sha256, tensor_problems
-from fledge.targets.interface import Target, TrainingTarget
+from fledge.targets.interface import TrainingTarget
 
 FINAL = "the final state"  # the target's state after the last norm
 # Hidden states are equal up to these relative errors (medians over tokens): if both passes computed in 32 bits or more
@@ -27,24 +27,13 @@ ROUNDED = 0.05  # up to this relative error, logits may be explained by rounded 
 WIDE = ("float32", "float64")
 ERRORS = 3  # τ may be below the recorded τ by so many standard errors of the difference
 LEAST = 0.05  # a smaller relative loss of τ is no fault, whatever the standard error
-FALLS = "acceptance falls, mostly to chance"
 CORRECT = "correct config.json accordingly"
 
 
-@dataclass(frozen=True)
-class FeatureMatch:
-    """The relative `errors` of the target's hidden states `names`, compared with the stored states. `tolerance` is the
-    largest error of equal states."""
-
-    names: list[int | str]
-    errors: list[float]
-    tolerance: float
-
-
 @torch.no_grad()
-def match_features(probe: Probe, target: TrainingTarget) -> FeatureMatch:
-    """Compares the target's hidden states with the probe's. Raises ValueError if the target lacks the probe's tokens or
-    layers, or has a different width."""
+def feature_findings(probe: Probe, target: TrainingTarget) -> tuple[list[Finding], list[str], list[float]]:
+    """Findings and notes about the target's hidden states, and the relative errors of the states. Raises ValueError if
+    the target lacks the probe's tokens or layers, or has a different width."""
     excerpt, layers = probe.excerpt, probe.record.layers
     vocabulary, width = target.embedding.shape
     if width != excerpt.states_TAD.shape[2] or int(excerpt.token_N.max()) >= vocabulary:
@@ -57,27 +46,46 @@ def match_features(probe: Probe, target: TrainingTarget) -> FeatureMatch:
     states = features.aux_TAD if reads_layers else features.last_TD[:, None]
     stored = excerpt.states_TAD.float()
     error_TA = (states[excerpt.start :].float().cpu() - stored).norm(dim=-1) / stored.norm(dim=-1).clamp_min(1e-30)
+    errors = error_TA.median(0).values.tolist()
     precision, dtype = probe.record.precision, str(target.dtype).removeprefix("torch.")
-    exact = precision in WIDE and dtype in WIDE
-    tolerance = FP8 if precision == "fp8" else EXACT if exact else HALF
-    return FeatureMatch(list(layers) if reads_layers else [FINAL], error_TA.median(0).values.tolist(), tolerance)
+    tolerance = FP8 if precision == "fp8" else EXACT if precision in WIDE and dtype in WIDE else HALF
+    shown = ", ".join(f"{error:.1%}" for error in errors)
+    if max(errors) > tolerance:
+        names = list(layers) if reads_layers else [FINAL]
+        cause = f"the target's hidden states {names} differ from those of training by {shown}"
+        symptom = "the draft reads states that it does not know: acceptance falls, to chance with another model"
+        cure = "serve the weights that it was trained for, or train it on hidden states that fledge captures of these"
+        return [Finding("target", cause, symptom, cure)], [], errors
+    known = probe.record.target_sha256  # empty where another program ran the target
+    if known in ("", target_sha256(target.embedding, target.head_weight, target.last_layer_weights())):
+        return [], [], errors
+    note = (
+        f"some of the target's weights are not those of training, but its hidden states differ by only {shown}: it "
+        "was quantized, trained further, or is loaded in a dtype that rounds it. Acceptance may be lower."
+    )
+    return [], [note], errors
 
 
-def feature_findings(match: FeatureMatch, probe: Probe, target: Target) -> tuple[list[Finding], list[str]]:
-    """Findings and notes about the target's hidden states."""
-    shown = ", ".join(f"{error:.1%}" for error in match.errors)
-    if max(match.errors) <= match.tolerance:
-        known = probe.record.target_sha256  # empty where another program ran the target
-        if known in ("", target_sha256(target.embedding, target.head_weight, target.last_layer_weights())):
-            return [], []
-        return [], [
-            f"some of the target's weights are not those of training, but its hidden states differ by only {shown}: it "
-            "was quantized, trained further, or is loaded in a dtype that rounds it. Acceptance may be lower."
-        ]
-    cause = f"the target's hidden states {match.names} differ from those of training by {shown}"
-    symptom = "the draft reads states that it does not know: acceptance falls, to chance with another model"
-    cure = "serve the weights that it was trained for, or train it on hidden states that fledge captures of these"
-    return [Finding("target", cause, symptom, cure)], []
+def logits_error(found: Tensor, stored: Tensor) -> float:
+    """The norm of `found - stored`, relative to the norm of the stored logits minus their mean; infinite for logits of
+    a different shape, NaN or infinity."""
+    if found.shape != stored.shape or not bool(found.isfinite().all()):
+        return float("inf")
+    spread = stored - stored.mean(-1, keepdim=True)
+    return float((found - stored).norm() / spread.norm().clamp_min(1e-30))
+
+
+def tau_error(now: ProbeDecoding, before: ProbeDecoding) -> float:
+    """The standard error of the difference between the τ of two decodes of the same prompts: two ratios of sums over
+    answers, paired, since a prompt may be easy or hard in both decodes."""
+    n = len(now.rounds)
+    if n < 2 or not any(now.rounds) or not any(before.rounds):
+        return 0.0
+    # the first-order influence of each answer on τ
+    ours, theirs = (
+        [(c - d.tau * r) / sum(d.rounds) for c, r in zip(d.committed, d.rounds, strict=True)] for d in (now, before)
+    )
+    return (n / (n - 1) * sum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))) ** 0.5
 
 
 def replay_error(config: DraftConfig, tensors: Mapping[str, Tensor], probe: Probe) -> float:
@@ -125,7 +133,9 @@ def logits_findings(draft: DraftOnDisk, probe: Probe, explained: bool) -> tuple[
             return [], [f"the draft's logits differ by {error:.1%} from those of training: {why}."], error
         if explained:
             return [], [f"the draft's logits differ from those of training ({_percent(error)})."], error
-    symptom = f"its logits are not those of training (they differ by {_percent(error)}): {FALLS}"
+    symptom = (
+        f"its logits are not those of training (they differ by {_percent(error)}): acceptance falls, mostly to chance"
+    )
     return [Finding("weights", _changed(changed, written_as), symptom, COPY)], [], error
 
 
@@ -148,7 +158,7 @@ def decoding_findings(
     now: ProbeDecoding, before: ProbeDecoding, explained: bool
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Findings about a decode of the recorded prompts, and the figures of the decode."""
-    margin = max(ERRORS * now.error_against(before), LEAST * before.tau)
+    margin = max(ERRORS * tau_error(now, before), LEAST * before.tau)
     figures = {"tau": now.tau, "recorded_tau": before.tau, "margin": margin}
     if now.tau >= before.tau - margin or explained:
         return [], figures
@@ -159,12 +169,6 @@ def decoding_findings(
             "compare the drafting options and the versions in fledge/record.json, and report this",
         )
     ], figures  # fmt: skip
-
-
-def with_measured(findings: Sequence[Finding], figures: dict[str, Any]) -> list[Finding]:
-    """Findings whose symptom names the measured τ, in place of the usual effect of the fault on acceptance."""
-    measured = f"τ is {figures['tau']:.2f} on the recorded prompts, and was {figures['recorded_tau']:.2f}"
-    return [replace(f, symptom=f.symptom.replace(FALLS, measured)) for f in findings]
 
 
 def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> dict[str, tuple[DraftFiles, str]]:

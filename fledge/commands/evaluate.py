@@ -15,7 +15,8 @@ def command(options: EvalOptions, progress: Any, printer: ResultPrinter) -> None
     `refuse_changed_output` does."""
     from fledge.measure import table
     from fledge.measure.record import record_text
-    from fledge.report.page import check_report_path, report_file, report_record
+    from fledge.report.page import check_report_path
+    from fledge.report.read import report_file, report_record
 
     print_table = table.print_server_table if options.endpoint else table.print_table
 

@@ -31,7 +31,7 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     """Writes the files; without --out, only describes them. Raises ValueError if the engine cannot serve the draft."""
     from fledge.check.draft_files import DraftOnDisk, norm_output_note, vocabulary_findings
     from fledge.check.draft_files import read_files as read_draft_and_probe
-    from fledge.check.probe import probe_content
+    from fledge.check.read_probe import probe_content
     from fledge.drafts.weights import open_draft, read_files, write_files
     from fledge.engines.export import TargetName, export
     from fledge.engines.support import ENGINES, TITLES, minimum_version, remarks, unsupported

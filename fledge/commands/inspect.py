@@ -26,8 +26,10 @@ def run(options: InspectOptions, say: Callable[[str], None]) -> bool:
     """Prints a description and any problems. Returns whether there are none. Raises ValueError if there is no draft."""
     from fledge.check.draft_files import DraftOnDisk, norm_output_note, read_files, vocabulary_findings
     from fledge.drafts.weights import check_draft, open_draft, read_draft_config
+    from fledge.engines.export import describe_files
+    from fledge.engines.support import trainer_notes
     from fledge.io.tensors import stray_symptom
-    from fledge.publish.card import describe, describe_files, trainer_notes
+    from fledge.publish.card import describe
 
     if options.trust_remote_code and not options.target:
         raise ValueError(

@@ -47,8 +47,8 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
     from fledge.config import DraftConfig
     from fledge.drafts.weights import CONFIG
     from fledge.io.hub import hub_id
-    from fledge.publish.card import CARD, card_to_push
-    from fledge.publish.upload import explained, files_to_push, size_text, upload
+    from fledge.publish.card import CARD
+    from fledge.publish.upload import card_to_push, explained, files_to_push, size_text, upload
 
     if not REPOSITORY.fullmatch(options.repository):
         raise ValueError(f"{options.repository!r:.100} is not the id of a model repository; write owner/name")

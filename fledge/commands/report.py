@@ -22,8 +22,8 @@ class ReportOptions(Options):
 
 def run(options: ReportOptions, say: Callable[[str], None]) -> None:
     """Writes the report. Raises ValueError or OSError, with the file, for a source that is no run and no record."""
-    from fledge.report.page import check_report_path, write_report
-    from fledge.report.read import read
+    from fledge.report.page import check_report_path
+    from fledge.report.read import read, write_report
 
     check_report_path(options.out, "--out")
     found = read(options.sources)

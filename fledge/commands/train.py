@@ -57,7 +57,7 @@ def _train(
     from fledge.check.make_probe import make_probe
     from fledge.measure.evaluator import make_evaluator
     from fledge.publish.card import with_card
-    from fledge.report.page import report_run
+    from fledge.report.training import report_run
     from fledge.states.vllm_source import VllmFeatures
     from fledge.train.setup.data import check_files, make_rows, summarize, training_data
     from fledge.train.setup.draft import check_shape, make_draft

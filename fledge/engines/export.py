@@ -16,7 +16,7 @@ from torch import Tensor
 from fledge.config import DraftConfig, RopeConfig
 from fledge.drafts.weights import DraftFiles, dtype_name, encode_files, portable_tensors
 from fledge.engines.command import trained_depth
-from fledge.engines.support import unsupported
+from fledge.engines.support import ENGINES, TITLES, minimum_version, unsupported
 from fledge.io.fields import CONFIG as FLAT_FIELDS
 from fledge.io.fields import shortened
 from fledge.io.formats import REFUSED_FIELDS, is_speculators, speculators_config, to_engine
@@ -234,3 +234,20 @@ def _value(name: str, hf: dict[str, Any]) -> Any:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def describe_files(files: DraftFiles) -> list[str]:
+    """Sentences about the layout of a draft's files, and about the engines that can serve the draft."""
+    lines = [f"Its files have {files.layout}."]
+    for engine in ENGINES:
+        if reason := unsupported(files.config, engine):
+            lines.append(f"{reason}.")
+            continue
+        after = f"fledge export --to {engine}"
+        how = f"can serve it after {after}" if needs_export(files, engine) else "can serve these files"
+        if engine == "speculators":
+            how = f"has it after {after}" if needs_export(files, engine) else "is what these files have"
+        version = minimum_version(files.config, engine)
+        maker = "vLLM " if engine == "speculators" else ""
+        lines.append(f"{TITLES[engine]} {how}{f' (from {maker}{version} on)' if version else ''}.")
+    return lines

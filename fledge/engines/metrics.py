@@ -201,13 +201,3 @@ def _histogram(value: Any) -> Sequence[float]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value <= MOST
-
-
-def since_start(info: Any) -> float | None:
-    """The mean accepted length of all requests since SGLang's start, from /server_info; None if /server_info lacks the
-    mean."""
-    try:
-        value = info["internal_states"][0]["avg_spec_accept_length"]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return float(value) if _is_count(value) and value > 0 else None

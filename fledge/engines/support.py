@@ -209,3 +209,15 @@ def value_at(hf: Mapping[str, Any], place: str) -> Any:
     for key in place.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def trainer_notes(config: DraftConfig) -> list[str]:
+    """Notes about trainers other than fledge that handle the draft differently."""
+    found = list(config.family.notes)
+    if config.family.reads_layers and config.draft_vocab_size == config.vocab_size and not config.family.one_pass:
+        found.append(
+            "SpecForge leaves t2d and d2t uninitialized if the file has none. fledge writes none for a full "
+            "vocabulary, since vLLM would refuse them. Set t2d to ones and d2t to zeros before you continue "
+            "training in SpecForge."
+        )
+    return found

@@ -14,7 +14,7 @@ from fledge.io.machine import command, restoring_signals
 from fledge.measure.options import EvalOptions, load_engines, names, ways
 from fledge.measure.prompts import prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record
-from fledge.measure.run import EvaluationStopped, TurnTooLong, evaluate, longest_request
+from fledge.measure.run import EvaluationStopped, evaluate, longest_request
 from fledge.options import default_new_tokens
 
 
@@ -23,7 +23,7 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     values that differ between the records.
 
     `show` is called with the result before the result is written to --out, so that no result is lost if the disk is
-    full. A partial result is shown and written before the function raises KeyboardInterrupt, or TurnTooLong if answers
+    full. A partial result is shown and written before the function raises KeyboardInterrupt, or ValueError if answers
     have made a later turn too long for the target. Ctrl-C has no effect while a result is shown and written.
     """
     if not options.target:
@@ -33,14 +33,14 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     if options.out:
         check_record_path(options.out, "--out")
     compared, sampling = ways(options), options.sampling()
-    drafting = {way: Drafting(**way.options(options).drafting(way.mode)) for way in compared}
-    for drafting_options in drafting.values():
-        drafting_options.check_sampling(sampling)
+    drafting = [Drafting(**way.drafting(way.draft_mode)) for way in compared]
+    for each in drafting:
+        each.check_sampling(sampling)
     if options.batch < 1:
         raise ValueError(f"--batch {options.batch}: it must be at least 1")
     families = {draft: read_draft_config(draft).family for draft in options.draft}
-    for way in compared:
-        drafting[way].for_method(families[way.draft])
+    for way, each in zip(compared, drafting, strict=True):
+        each.for_method(families[way.draft])
     sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
     hashes = {draft: draft_sha256(open_draft(draft).tensors) for draft in options.draft}
     engines = load_engines(options, compared, progress.say)
@@ -79,8 +79,8 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
                         dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, batch=options.batch,
                         max_new_tokens=max_new_tokens, advance=advance, interrupted=ignore_signals,
                     )  # fmt: skip
-            except (EvaluationStopped, TurnTooLong) as e:
-                found, stopped = e.records, e
+            except EvaluationStopped as e:
+                found, stopped = e.records, e.__cause__
             except KeyboardInterrupt as e:
                 ignore_signals()
                 if not (records or found):

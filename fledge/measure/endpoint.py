@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import history_message
 from fledge.data.chat_fields import as_sent
-from fledge.engines.client import Answer, Client, Decoding, Prompt, run_together
-from fledge.engines.metrics import Acceptance, Counters, of_requests, sglang_counters, since_start, vllm_counters
+from fledge.engines.client import Answer, Client, Decoding, run_together
+from fledge.engines.metrics import Acceptance, Counters, of_requests, sglang_counters, vllm_counters
 from fledge.io.http import BadRequest, ServerProblem
 from fledge.measure import metrics
 from fledge.measure.prompts import EvalPrompt, conversation
-from fledge.methods import METHODS
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
@@ -36,10 +35,9 @@ POLL = 0.1  # seconds between two readings of the counters
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: the sent prompt, the prompt's token ids by the target's tokenizer (None without a tokenizer), the
-    answer, and the answer as a message for later turns."""
+    """A request: the prompt's token ids by the target's tokenizer (None without a tokenizer), the answer, and the
+    answer as a message for later turns."""
 
-    prompt: Prompt
     ids: list[int] | None
     answer: Answer
     message: dict[str, Any]
@@ -54,15 +52,14 @@ class Asked:
 class Measurement:
     """The requests of a measurement, by prompt and turn, and the server's counts of these requests.
 
-    If the server does not count acceptance, `acceptance` is None, `note` is the reason, and `since_start` is SGLang's
-    mean accepted length since the start. `mismatched` are the differences of prompts tokenized differently.
+    If the server does not count acceptance, `acceptance` is None, and `note` is the reason. `mismatched` are the
+    differences of prompts tokenized differently.
     """
 
     asked: list[list[Asked]]
     seconds: float
     concurrency: int
     acceptance: Acceptance | None
-    since_start: float | None = None
     note: str = ""
     mismatched: list[str] = field(default_factory=list)
 
@@ -88,7 +85,6 @@ class Measurement:
             "alpha": alpha,
             "depth": self.acceptance.depth if self.acceptance else None,
             "counted": asdict(self.acceptance) if self.acceptance else None,
-            "tau_since_start": self.since_start,
             "note": self.note,
             "concurrency": self.concurrency,
             "tokens_per_s": tokens / self.seconds if tokens is not None else None,
@@ -168,12 +164,11 @@ async def measure(
     acceptance = of_requests([a.meta for a in answers]) or spent.acceptance
     if acceptance is not None and not acceptance.rounds:
         acceptance = None
-    mean = await _since_start(client) if acceptance is None else None
     if not drafts:
-        check_plain(client.root, acceptance, mean)
+        check_plain(client.root, acceptance)
     mismatched += [a.mismatch for of_prompt in asked for a in of_prompt if a.mismatch]
     note = "" if acceptance else _why_unknown(client, spent, asking.by_ids)
-    return Measurement(asked, seconds, concurrency, acceptance, mean, note, mismatched)
+    return Measurement(asked, seconds, concurrency, acceptance, note, mismatched)
 
 
 class _Asking:
@@ -201,7 +196,7 @@ class _Asking:
                 )  # fmt: skip
         except BadRequest as e:
             raise ValueError(f"{where}: {e}") from e
-        return Asked(sent, ids, answer, self._message(prompt, said, ids, answer, len(answers)))
+        return Asked(ids, answer, self._message(prompt, said, ids, answer, len(answers)))
 
     def _message(
         self, prompt: EvalPrompt, said: Any, ids: list[int] | None, answer: Answer, turn: int
@@ -261,23 +256,13 @@ def check_alone(root: str, spent: Counters, tokens: int | None) -> None:
     )
 
 
-def check_plain(root: str, counted: Acceptance | None, since_start: float | None = None) -> None:
+def check_plain(root: str, counted: Acceptance | None) -> None:
     """Raises ServerProblem if a server's counters show drafting: a server that drafts is no baseline."""
-    tau = counted.tau if counted is not None else since_start
-    if tau is not None:
+    if counted is not None and counted.tau is not None:
         raise ServerProblem(
-            f"{root} (--baseline-endpoint) drafts itself: it counts {tau:.2f} tokens per verification; start it "
-            "without a draft, or leave --baseline-endpoint out"
+            f"{root} (--baseline-endpoint) drafts itself: it counts {counted.tau:.2f} tokens per verification; start "
+            "it without a draft, or leave --baseline-endpoint out"
         )
-
-
-async def _since_start(client: Client) -> float | None:
-    if client.server.engine != "sglang":
-        return None
-    try:
-        return since_start(await client.json("/server_info"))
-    except ServerProblem:
-        return None
 
 
 def _why_unknown(client: Client, spent: Counters, by_ids: bool) -> str:
@@ -325,10 +310,9 @@ def identical(ours: Sequence[Answer], theirs: Sequence[Answer]) -> tuple[int, st
     return sum(a == b for a, b in zip(*values, strict=True)), "tokens" if by_tokens else "text"
 
 
-def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str]:
-    """The possible causes of a difference between a server's τ and the τ of fledge's decoder, as sentences: first
-    causes shown by the record, then causes that no record can show. Empty if τ differs by at most TOLERANCE. `minimum`
-    is the engine's lowest version that supports the draft (None: no known limit)."""
+def causes(record: dict[str, Any]) -> list[str]:
+    """The causes of a difference between a server's τ and the τ of fledge's decoder that the record shows, as
+    sentences. Empty if τ differs by at most TOLERANCE."""
     own, theirs = record["own"], record["tau"]
     if not own or not theirs or not own["tau"] or abs(theirs / own["tau"] - 1) <= TOLERANCE:
         return []
@@ -348,20 +332,7 @@ def causes(record: dict[str, Any], engine: str, minimum: str | None) -> list[str
     if error is not None and difference < CHANCE * error:
         within = f"The difference of {difference:.2f} is within chance: its standard error is {error:.2f}"
         return [*shown, f"{within}, with rounds taken as independent. Measure more prompts."]
-    possible = ["another draft on the server, or the same one of another step, than --draft"]
-    if record["concurrency"] > 1:
-        possible.append("products of matrices that depend on the batch (measure with --concurrency 1)")
-    lower = theirs < own["tau"]
-    if lower and minimum:
-        possible.append(f"a version before {minimum}, which ignores some of the draft's norms")
-    if lower and METHODS[own["method"]].reads_layers:
-        possible.append(
-            "other layers of the target, where α of the first position is lower too (vLLM and SGLang number layers "
-            "differently)"
-        )
-    if lower and engine == "vllm":
-        possible.append("a draft that was started without a method in --speculative-config")
-    return [*shown, f"Causes that cannot be seen from here: {'; '.join(possible)}."]
+    return [*shown, "For causes that cannot be seen from here, see docs/serving.md, section When τ differs."]
 
 
 def tau_error(record: dict[str, Any]) -> float | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from fledge.data.answering import text_prompt
 from fledge.data.record import Record
+from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.measure.metrics import committed_per_round, drafted_and_accepted, quotients
-from fledge.measure.prompts import EvalPrompt, prompt_of, read_prompts
-from fledge.measure.run import first_prompt, greedy_traces
+from fledge.measure.prompts import EvalPrompt, first_prompt, prompt_of, quiet_traces, read_prompts
 from fledge.train.ranks import Ranks
 from fledge.train.setup.data import EVAL_RECORDS
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.target import PreparedTarget
+from fledge.types import Trace
 
 PROMPTS = 32  # at most so many prompts of --eval-prompts are used
 
@@ -122,3 +123,10 @@ def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -
         return prompts
     texts = [EvalPrompt(text=text) for text in (start(r) for r in held_out if r.text is not None) if text]
     return texts + [p for p in (prompt_of(r) for r in held_out if r.text is None) if usable(p)]
+
+
+def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
+    """The traces of greedy decoding. A prompt is rendered with the prompt's own template variables, if any."""
+    templates = [engine.reader.template.of(p.template_kwargs) for p in prompts]
+    inputs = [t.prompt_ids(first_prompt(p), tools=p.tools) for t, p in zip(templates, prompts, strict=True)]
+    return quiet_traces(engine, inputs, max_new_tokens)

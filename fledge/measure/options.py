@@ -13,7 +13,6 @@ from fledge.options import (
     SERVER_OPTIONS,
     api_key_env_option,
     columns_option,
-    default_of,
     model_option,
     opt,
     option_fields,
@@ -23,6 +22,12 @@ from fledge.options import (
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
+
+
+# the options that ways of drafting may differ in, and how the name of a way shows a value
+COMPARED = {
+    "draft": "{}", "draft_mode": "{}", "depth": "depth {}", "tree_nodes": "{} nodes", "tree_width": "width {}"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,68 +95,43 @@ class EvalOptions(DecodeOptions):
             self.refuse(("batch", "device", "dtype", "target_impl"), "with --endpoint unless fledge decodes too, which")
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way of drafting: a draft, a draft mode (None: the draft's default mode), and the depth of the chain or tree
-    (None: as trained). `nodes` and `width` are the number of nodes and the width of a tree."""
-
-    draft: str
-    mode: str | None
-    depth: int | str | None
-    nodes: int | str
-    width: int
-
-    def options(self, asked: EvalOptions) -> DecodeOptions:
-        """The options of a command that decodes only in this way."""
-        values = {f.name: getattr(asked, f.name) for f in option_fields(DecodeOptions)}
-        values |= dict(draft=self.draft, draft_mode=self.mode)
-        values |= dict(depth=self.depth, tree_nodes=self.nodes, tree_width=self.width)
-        return DecodeOptions(**values, given=frozenset())
+def ways(options: EvalOptions) -> list[DecodeOptions]:
+    """The options of each compared way of drafting: all combinations of the given drafts, modes and depths, and for
+    trees also of nodes and widths."""
+    shared = {f.name: getattr(options, f.name) for f in option_fields(DecodeOptions) if f.name not in COMPARED}
+    found = []
+    for draft, mode, depth in itertools.product(options.draft, options.draft_mode or [None], options.depth or [None]):
+        tree = mode == "tree"
+        nodes = [{"tree_nodes": n} for n in options.tree_nodes if tree] or [{}]
+        widths = [{"tree_width": n} for n in options.tree_width if tree] or [{}]
+        way = dict(draft=draft, draft_mode=mode, depth=depth, given=frozenset())
+        found += [DecodeOptions(**shared, **way, **n, **width) for n, width in itertools.product(nodes, widths)]
+    return found
 
 
-def ways(options: EvalOptions) -> list[Way]:
-    """All combinations of the given drafts, modes and depths, and for trees also of nodes and widths."""
-    defaults = {f.name: default_of(f) for f in option_fields(DecodeOptions)}
-    chain = defaults["tree_nodes"], defaults["tree_width"]
-    trees = list(itertools.product(options.tree_nodes or chain[:1], options.tree_width or chain[1:]))
-    found = itertools.product(options.draft, options.draft_mode or [None], options.depth or [None])
-    return [
-        Way(draft, mode, depth, *shape)
-        for draft, mode, depth in found
-        for shape in (trees if mode == "tree" else [chain])
-    ]
-
-
-def names(options: EvalOptions, among: Sequence[Way]) -> list[str]:
+def names(options: EvalOptions, among: Sequence[DecodeOptions]) -> list[str]:
     """The name of each way: the values that differ between ways; empty for a single way."""
+    differs = {name: text for name, text in COMPARED.items() if len(getattr(options, name)) > 1}
 
-    def name(way: Way) -> str:
-        tree = way.mode == "tree"
-        parts = (
-            (len(options.draft) > 1, way.draft),
-            (len(options.draft_mode) > 1, way.mode),
-            (len(options.depth) > 1, f"depth {way.depth}"),
-            (tree and len(options.tree_nodes) > 1, f"{way.nodes} nodes"),
-            (tree and len(options.tree_width) > 1, f"width {way.width}"),
-        )
-        return " ".join(str(text) for differs, text in parts if differs)
+    def name(way: DecodeOptions) -> str:
+        known = {n: text for n, text in differs.items() if way.draft_mode == "tree" or not n.startswith("tree_")}
+        return " ".join(text.format(getattr(way, n)) for n, text in known.items())
 
     return [name(way) for way in among]
 
 
-def load_engines(options: EvalOptions, among: Sequence[Way], say: Callable[[str], None]) -> list[Engine]:
+def load_engines(options: EvalOptions, among: Sequence[DecodeOptions], say: Callable[[str], None]) -> list[Engine]:
     """An engine for each way, all with the same target; each draft is loaded once."""
     from fledge.decode.load import load
 
     engines: list[Engine] = []
-    loaded: dict[str, Engine] = {}
+    loaded: dict[str | None, Engine] = {}
     for way in among:
-        single = way.options(options)
         if same := loaded.get(way.draft):
             kwargs = parse_template_kwargs(options.template_kwargs)
-            engine = load(same.target, same.draft, template_kwargs=kwargs, **single.drafting(way.mode))
+            engine = load(same.target, same.draft, template_kwargs=kwargs, **way.drafting(way.draft_mode))
         else:
-            engine = single.load_engine(way.draft, way.mode, say, engines[0].target if engines else None)
+            engine = way.load_engine(way.draft, way.draft_mode, say, engines[0].target if engines else None)
         loaded.setdefault(way.draft, engine)
         engines.append(engine)
     return engines

@@ -1,18 +1,24 @@
 """Evaluation prompts: named sets of the hub that are usual for measuring EAGLE drafts, and data in the formats of
-training data."""
+training data; and the traces of decoding prompts."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record, parse_record
 from fledge.data.sources import COMPRESSED, Source, is_preset
+from fledge.decode.chance import ChanceWarning
 from fledge.io.fields import first_line
 from fledge.io.hub import quiet_hub
+from fledge.types import Trace
+
+if TYPE_CHECKING:
+    from fledge.decode.engine import Engine
 
 DEFAULT_PROMPTS = 80  # number of prompts of a named set without --limit, as in the evaluations of the EAGLE papers
 
@@ -147,3 +153,18 @@ def conversation(prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Any:
         if i < len(answers):
             messages.append(answers[i])
     return messages
+
+
+def first_prompt(prompt: EvalPrompt) -> Any:
+    """The input of the first answer: the raw text, or the messages before the first answer."""
+    return conversation(prompt, ())
+
+
+def quiet_traces(engine: Engine, prompts: Sequence[PromptLike], max_new_tokens: int) -> list[Trace]:
+    """The traces of greedy decoding. `ChanceWarning` is suppressed, since a draft in training may be at chance."""
+    if not prompts:
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ChanceWarning)
+        done = engine.generate_all(prompts, max_new_tokens=max_new_tokens)
+    return [c.trace for c in done]

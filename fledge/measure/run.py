@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,37 +10,32 @@ from typing import Any
 import torch
 
 from fledge.data.answering import history_message
-from fledge.decode.chance import ChanceWarning
 from fledge.decode.engine import Completion, Engine
-from fledge.decode.request import AttributedText, Prompt
+from fledge.decode.request import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
 from fledge.measure import metrics
 from fledge.measure.intervals import speedup_interval, tau_interval
-from fledge.measure.prompts import EvalPrompt, conversation, spread
+from fledge.measure.prompts import EvalPrompt, conversation, first_prompt, spread
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
-from fledge.types import Sampling, Trace, Tree, without_processors
+from fledge.types import Prompt, Sampling, Tree, without_processors
 
 BASELINE = None  # the name of the arm without a draft; every arm with a draft has the name of an engine
 SAMPLES = 3  # sample answers in a record
 PROMPT_CHARACTERS = 400  # a sample shows so many characters of the prompt's end
-LOOPING_SHARE = 0.2  # a generation is looping if a larger share of the 8-grams repeats earlier 8-grams
-
-
-class EvaluationStopped(KeyboardInterrupt):
-    """The evaluation was interrupted; `records` cover the requests that all arms had answered."""
-
-    def __init__(self, records: dict[str, dict[str, Any]]):
-        super().__init__()
-        self.records = records
 
 
 class TurnTooLong(ValueError):
-    """A later turn does not fit the target's context; `records` are as in EvaluationStopped."""
+    """A turn does not fit the target's context."""
 
-    def __init__(self, message: str, records: dict[str, dict[str, Any]]):
-        super().__init__(message)
+
+class EvaluationStopped(Exception):
+    """The evaluation ended early, by KeyboardInterrupt or TurnTooLong (`__cause__`); `records` cover the requests that
+    all arms had answered."""
+
+    def __init__(self, records: dict[str, dict[str, Any]]):
+        super().__init__()
         self.records = records
 
 
@@ -62,10 +56,10 @@ def evaluate(
 
     With greedy decoding, and with sampling and coupled drafts, the output of all arms must be identical. A different
     token is accepted only if the gap between the target's two best scores at that token is at most the rounding noise
-    between batch shapes, measured in the same run (`near_ties`). Raises ValueError if a prompt is too long, before
-    decoding. Raises TurnTooLong if the answers have made a later turn too long, and EvaluationStopped after an
-    interrupt (Ctrl-C) if all arms have answered some requests. The records of both exceptions have `stopped`, the
-    number of planned requests. `interrupted` is called first, since a second interrupt would lose the records.
+    between batch shapes, measured in the same run (`near_ties`). Raises TurnTooLong if a prompt is too long, before
+    decoding. Raises EvaluationStopped if answers have made a later turn too long, and after an interrupt (Ctrl-C) if
+    all arms have answered some requests. The records of the exception have `stopped`, the number of planned requests.
+    `interrupted` is called first, since a second interrupt would lose the records.
     """
     comparison = _Comparison(engines)
     for prompt in prompts:
@@ -86,16 +80,13 @@ def evaluate(
             ratio = compare_with_transformers(comparison.baseline, ids, min(max_new_tokens, 64))
             more["baseline_over_transformers"] = ratio
         return records()
-    except _NoRoom as e:
-        more["stopped"] = sum(p.answers for p in prompts)
-        raise TurnTooLong(str(e), records()) from e
-    except KeyboardInterrupt:
+    except (TurnTooLong, KeyboardInterrupt) as e:
         interrupted()
         if not comparison.groups:
             raise
         comparison.keep_complete()
         more["stopped"] = sum(p.answers for p in prompts)
-        raise EvaluationStopped(records()) from None
+        raise EvaluationStopped(records()) from e
 
 
 def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampling, batch: int) -> dict[str, Any]:
@@ -109,6 +100,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     fast, slow = comparison.speed(name), comparison.speed(BASELINE)
     times = zip(comparison.times[name], comparison.times[BASELINE], strict=True) if batch == 1 else [None] * len(ids)
     requests = [request_record(*each) for each in zip(with_draft, without, times, strict=True)]
+    repeated = [metrics.repeated_ngrams(c.tokens) for c in with_draft]
     share = metrics.paused([c.trace for c in with_draft])
     return {
         "tau": metrics.tau([c.trace for c in with_draft]),
@@ -125,7 +117,8 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "different": len(differing) - ties if promised else None,
         "batch_noise": noise,
         "prompts": len(ids),
-        **_repetition(with_draft),
+        "repeated_8grams": sum(n for n, _ in repeated) / max(sum(n for _, n in repeated), 1),
+        "mean_new_tokens": sum(len(c.tokens) for c in with_draft) / len(with_draft),
         # in a batch, the time of a request includes the prefill of other requests
         "round": _round_times(with_draft, without) if batch == 1 else None,
         "bytes_per_round": metrics.bytes_per_round([c.trace for c in with_draft]),
@@ -178,28 +171,6 @@ def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequen
     return samples
 
 
-def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding, to choose the best checkpoint. A prompt is rendered with the prompt's own template
-    variables, if any."""
-    inputs = [
-        engine.reader.template.of(p.template_kwargs).prompt_ids(first_prompt(p), tools=p.tools)
-        if p.template_kwargs or p.tools
-        else first_prompt(p)
-        for p in prompts
-    ]
-    return quiet_traces(engine, inputs, max_new_tokens)
-
-
-def quiet_traces(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Trace]:
-    """The traces of greedy decoding. `ChanceWarning` is suppressed, since a draft in training may be at chance."""
-    if not prompts:
-        return []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ChanceWarning)
-        done = engine.generate_all(prompts, max_new_tokens=max_new_tokens)
-    return [c.trace for c in done]
-
-
 def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> int:
     """An estimate of the tokens of a prompt's last turn with its answer: the sum of all turns, each rendered alone, and
     of an answer of `max_new_tokens` to each turn."""
@@ -208,15 +179,6 @@ def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> 
     template = engine.reader.template.of(prompt.template_kwargs)
     turns = [template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
     return sum(map(len, turns)) + prompt.answers * max_new_tokens
-
-
-def first_prompt(prompt: EvalPrompt) -> Any:
-    """The input of the first answer: the raw text, or the messages before the first answer."""
-    return conversation(prompt, ())
-
-
-class _NoRoom(ValueError):
-    """A turn does not fit the target's context."""
 
 
 class _Comparison:
@@ -243,7 +205,7 @@ class _Comparison:
         return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
 
     def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]], new: int) -> list[int]:
-        """The token ids of a prompt's next turn. Raises _NoRoom with the prompt's location if the ids and `new` new
+        """The token ids of a prompt's next turn. Raises TurnTooLong with the prompt's location if the ids and `new` new
         tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         template = self.baseline.reader.template.of(prompt.template_kwargs)
@@ -252,7 +214,7 @@ class _Comparison:
             for engine in self.engines.values():
                 engine.check_length(len(ids), new, drafts=True)
         except ValueError as e:
-            raise _NoRoom(f"{where}: {e}") from e
+            raise TurnTooLong(f"{where}: {e}") from e
         return ids
 
     def warm_up(self, prompts: list[Any], options: dict[str, Any], batch: int) -> None:
@@ -295,20 +257,6 @@ class _Comparison:
     def speed(self, arm: str | None) -> float:
         """Tokens per second."""
         return sum(len(c.tokens) for c in self.completions[arm]) / sum(self.times[arm])
-
-
-def _repetition(completions: list[Completion]) -> dict[str, Any]:
-    """The fields of a record about repeated text, and τ without looping generations."""
-    counts = [metrics.repeated_ngrams(c.tokens) for c in completions]
-    not_looping = [
-        c.trace for c, (repeated, n) in zip(completions, counts, strict=True) if repeated <= LOOPING_SHARE * n
-    ]
-    return {
-        "repeated_8grams": sum(repeated for repeated, _ in counts) / max(sum(n for _, n in counts), 1),
-        "not_looping": len(not_looping),
-        "tau_not_looping": metrics.tau(not_looping),
-        "mean_new_tokens": sum(len(c.tokens) for c in completions) / len(completions),
-    }
 
 
 def _round_times(with_draft: list[Completion], without: list[Completion]) -> dict[str, float]:

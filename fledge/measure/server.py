@@ -19,7 +19,6 @@ from fledge.decode.propose import Drafting
 from fledge.drafts.weights import draft_sha256, open_draft
 from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
-from fledge.engines.support import minimum_version
 from fledge.io.http import key_in, root_of
 from fledge.io.machine import environment, restoring_signals
 from fledge.measure.endpoint import Measurement, causes, decode_own, identical, measure
@@ -69,6 +68,8 @@ def _check(options: EvalOptions) -> list[int]:
     concurrencies = options.concurrency or [1]
     if min(concurrencies) < 1 or len(set(concurrencies)) < len(concurrencies):
         raise ValueError(f"--concurrency {', '.join(map(str, concurrencies))}: give different numbers of at least 1")
+    if options.draft and not options.target:
+        raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
     if len(options.draft) > 1 or len(ways(options)) > 1:
         raise ValueError(
             "a server has one draft and one way of drafting; with --endpoint give --draft, --draft-mode, --depth, "
@@ -76,8 +77,6 @@ def _check(options: EvalOptions) -> list[int]:
         )
     if AUTO in (*options.depth, *options.tree_nodes):
         raise ValueError("a server drafts fixed amounts; with --endpoint give --depth and --tree-nodes as numbers")
-    if options.draft and not options.target:
-        raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
     if options.baseline_endpoint and root_of(options.baseline_endpoint) == root_of(options.endpoint):
         raise ValueError(
             f"--endpoint and --baseline-endpoint are both {options.endpoint}; the second is to be a server of the same "
@@ -112,7 +111,7 @@ class _ServerEvaluation:
         self.kwargs = parse_template_kwargs(options.template_kwargs)
         self.template: ChatTemplate | None = None
         for way in ways(options):  # one way, or none without a draft
-            drafting = Drafting(**way.options(options).drafting(way.mode))
+            drafting = Drafting(**way.drafting(way.draft_mode))
             drafting.check_sampling(options.sampling())
             self.config = open_draft(way.draft).config
             drafting.for_method(self.config.family)
@@ -140,7 +139,7 @@ class _ServerEvaluation:
         measurements, by set name, concurrency or both."""
         several = tuple(len(set(names)) > 1 for names in zip(*self.planned, strict=True))
         records = {
-            " ".join(itertools.compress((name, f"{n} in flight"), several)): _finished(found, self.options, self.config)
+            " ".join(itertools.compress((name, f"{n} in flight"), several)): _finished(found, self.options)
             for (name, n), found in self.measured.items()
         }
         return records if any(several) else next(iter(records.values()), {})
@@ -196,9 +195,8 @@ class _ServerEvaluation:
         server was measured."""
         (way,) = ways(self.options)
         try:
-            depth = way.depth or _depth_of(self.measured, trained_depth(config), way.mode)
-            single = dataclasses.replace(way, depth=depth).options(self.options)
-            engine = single.load_engine(way.draft, way.mode, self.progress.say)
+            depth = way.depth or _depth_of(self.measured, trained_depth(config), way.draft_mode)
+            engine = dataclasses.replace(way, depth=depth).load_engine(way.draft, way.draft_mode, self.progress.say)
             self._decode(engine, {"depth": depth, "method": config.method})
         except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as e:
             if isinstance(e, RuntimeError) and not out_of_memory(e):
@@ -247,7 +245,7 @@ def _depth_of(measured: dict[_Place, _Found], trained: int, mode: str | None) ->
     return known[0]
 
 
-def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -> dict[str, Any]:
+def _finished(found: _Found, options: EvalOptions) -> dict[str, Any]:
     """The record of a measurement."""
     sampled = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     record = found.measurement.record() | {
@@ -275,6 +273,5 @@ def _finished(found: _Found, options: EvalOptions, config: DraftConfig | None) -
         if options.temperature == 0:
             pair = [[a.answer for a in m.requests] for m in (found.measurement, found.baseline)]
             record["identical"], record["compared"] = identical(*pair)
-    minimum = minimum_version(config, found.server.engine) if config and found.server.engine else None
-    record["causes"] = causes(record, found.server.engine, minimum)
+    record["causes"] = causes(record)
     return record

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fledge.decode.options import AUTO
 from fledge.io.display import ResultPrinter
 from fledge.measure.endpoint import TOLERANCE, mismatch_sentence
-from fledge.measure.metrics import alpha_text, chain_gains, pause_line
+from fledge.measure.metrics import alpha_text, pause_line
 
-WORTH_TRYING = 1.03  # smallest suggested gain over the measured depth; smaller gains are within the noise of the times
 FEW = 6  # up to so many records, every record gets all sentences
 
 
@@ -33,24 +31,22 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
         del columns["±"]
     optional = [c for c in ("repeats", "identical", "±", "baseline", "tokens/s", "speedup") if c in columns]
     omitted = printer.table(columns, optional=optional)
-    for line in _sentences(records, "baseline" in omitted):
-        printer.print(line)
-
-
-def _sentences(records: dict[str, Any], speeds: bool) -> list[str]:
-    """The sentences below a table. With `speeds`, the sentences include the speeds of both arms, for a table without
-    the columns of speeds. For more than FEW records, a sentence that all records share appears once."""
     few = len(records) <= FEW
-    of = {name: (summary_lines if few else notices)(r) for name, r in records.items()}
-    if speeds:
+    of = {name: (summary_lines if few else notices)(r) for name, r in rows}
+    if "baseline" in omitted:
         of = {name: [speed_line(records[name]), *lines] for name, lines in of.items()}
-    if few:
-        return [f"{name}: {line}" if name else line for name, lines in of.items() for line in lines]
-    shared = [line for line in next(iter(of.values())) if all(line in lines for lines in of.values())]
-    said = [f"{name}: {line}" for name, lines in of.items() for line in lines if line not in shared]
-    return [
-        *said, *shared, "α by position and the parts of a round are in the record: --json prints it, --out keeps it."
-    ]  # fmt: skip
+    shared = [] if few else [line for line in next(iter(of.values())) if all(line in lines for lines in of.values())]
+    _print_lines({name: [line for line in lines if line not in shared] for name, lines in of.items()}, printer)
+    if not few:
+        shared.append("α by position and the parts of a round are in the record: --json prints it, --out keeps it.")
+    _print_lines({"": shared}, printer)
+
+
+def _print_lines(of: dict[str, list[str]], printer: ResultPrinter) -> None:
+    """Prints the sentences on each record, with the record's name."""
+    for name, lines in of.items():
+        for line in lines:
+            printer.print(f"{name}: {line}" if name else line)
 
 
 def half_width(r: dict[str, Any]) -> float | None:
@@ -77,52 +73,27 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
     if r["tau"]:
         lines = [f"α by position: {alpha_text(r['alpha'])}."]
     if r["tau"] and r["round"]:
-        lines += round_lines(r)
+        lines.append(round_line(r))
+        if r["speedup"] < 1:
+            lines.append("The draft does not pay here: with --depth auto, nothing is drafted where that is faster.")
     if "auto" in (r.get("depth"), r.get("nodes")):
         lines.append(pause_line(r["paused"], r["pause_reason"]))
     if r["bytes_per_round"]:
         lines.append(f"{r['bytes_per_round'] / 1e3:.1f} KB a round between the devices of draft and target.")
-    tau = f"; τ on those {r['tau_not_looping']:.2f}" if r["tau_not_looping"] else ""
-    lines.append(
-        f"{r['repeated_8grams']:.0%} of the 8-grams repeat earlier ones; {r['not_looping']} of {r['prompts']} answers "
-        f"do not loop{tau}."
-    )
     return lines
 
 
-def round_lines(r: dict[str, Any]) -> list[str]:
-    """Sentences on a record at batch 1: the parts of the time of a round, and the change that would gain most."""
+def round_line(r: dict[str, Any]) -> str:
+    """A sentence on a record at batch 1: the parts of the time of a round, and what a round commits."""
     drafting, verification, rest, token = (
         r["round"][part] for part in ("draft_ms", "verify_ms", "overhead_ms", "vanilla_token_ms")
     )
     total = drafting + verification + rest
-    lines = [
+    return (
         f"A round takes {total:.2f} ms: drafting {drafting / total:.0%}, verification {verification / total:.0%}, the "
         f"rest {max(rest, 0) / total:.0%}. It commits {r['tau']:.2f} tokens in the time of {total / token:.2f} tokens "
         f"without the draft ({token:.2f} ms each)."
-    ]
-    gains = {}
-    if r["mode"] == "chain" and r["depth"] != AUTO and not r["confidence"]:
-        gains = chain_gains(r["alpha"], r["depth"], drafting, verification + rest)
-    best = max(gains, key=gains.__getitem__, default=None)
-    if best and gains[best] >= WORTH_TRYING:
-        lines.append(
-            f"By these times and α, --depth {best} instead of {r['depth']} would be {gains[best] - 1:.0%} faster."
-        )
-    elif r["speedup"] < 1:
-        lines.append("The draft does not pay here: with --depth auto, nothing is drafted where that is faster.")
-    elif drafting > verification:
-        lines.append("Most would be gained by faster drafting: fledge train makes smaller drafts with --draft-vocab.")
-    elif rest > verification:
-        lines.append("Most would be gained outside the models: see whether other programs load the processor.")
-    elif r["mode"] == "tree" and verification > 1.5 * token:
-        lines.append("Most would be gained by faster verification: compare with fewer --tree-nodes.")
-    else:
-        lines.append(
-            "Most would be gained by more accepted tokens: train the draft for longer, on the target's own answers"
-            + (", or compare with --draft-mode tree." if r["mode"] == "chain" else ".")
-        )
-    return lines
+    )
 
 
 def notices(r: dict[str, Any]) -> list[str]:
@@ -180,9 +151,7 @@ def print_server_table(record: dict[str, Any], printer: ResultPrinter) -> None:
         "identical": ["-" if r["identical"] is None else f"{r['identical']}/{r['requests']}" for r in rows],
     }
     printer.table(columns, optional=("identical", "later ms", "first token ms", "speedup", "tokens/s", "τ fledge"))
-    for name, r in records.items():
-        for line in server_lines(r):
-            printer.print(f"{name}: {line}" if name else line)
+    _print_lines({name: server_lines(r) for name, r in records.items()}, printer)
 
 
 def server_lines(r: dict[str, Any]) -> list[str]:
@@ -192,8 +161,6 @@ def server_lines(r: dict[str, Any]) -> list[str]:
         lines.append(f"τ is from {r['counted']['source']}: {r['counted']['rounds']:,.0f} verifications.")
     else:
         lines.append(f"There is no τ: {r['note']}.")
-    if r["tau_since_start"]:
-        lines.append(f"Since its start, with all its requests, the server's mean is {r['tau_since_start']:.2f}.")
     if r["alpha"]:
         lines.append(f"α by position: {alpha_text(r['alpha'])}.")
     elif r["tau"]:

@@ -1,11 +1,14 @@
-"""Uploads a draft to the Hugging Face hub."""
+"""Uploads a draft to the Hugging Face hub: the files, and the card with measurements and the commands of engines."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -14,10 +17,20 @@ from fledge import __version__
 from fledge.check.draft_files import Finding, read_files, vocabulary_findings
 from fledge.check.probe import RECORD, TENSORS
 from fledge.config import DraftConfig
-from fledge.drafts.weights import CONFIG, DraftFiles, open_draft
+from fledge.drafts.weights import CONFIG, DraftFiles, draft_sha256, open_draft
+from fledge.engines.command import Serving, engine_command, trained_depth
+from fledge.engines.export import needs_export
+from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.fields import parse_json, read_json
+from fledge.io.files import replace_text
+from fledge.io.hub import hub_id
 from fledge.io.tensors import INDEX, PICKLED, weights_file
-from fledge.publish.card import CARD, keep_edits
+from fledge.measure.record import is_record
+from fledge.publish.card import CARD, END, MEASURED, START, card_text, code, measured_row, measured_text, plain
+
+GENERATED = re.compile(f"(?s)(?<={re.escape(START)}).*(?={re.escape(END)})")
+USE = "## Use"
+TARGET = "TARGET"  # stands for a target without a hub id in commands
 
 DRAFT_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")  # by fledge or any other trainer
 WEIGHTS = (*DRAFT_WEIGHTS, "*.bin", "*.gguf", "*.pt", "*.pth")
@@ -52,6 +65,96 @@ def files_to_push(directory: Path, *, probe: bool) -> tuple[DraftFiles, list[str
     if weights.name == INDEX:
         names += sorted(set(read_json(weights)["weight_map"].values()))
     return draft, names + [name for name in (TENSORS, RECORD) if probe and (directory / name).is_file()]
+
+
+def card_to_push(draft: DraftFiles, file: Path, records: Sequence[str], repository: str, *, save: bool) -> str:
+    """The card in `file`, or a new card, with the measurements in records of `fledge eval` and the commands for a
+    repository. With `save`, `file` gets the measurements, too. Raises ValueError for an unusable card or record."""
+    try:
+        card = file.read_text(encoding="utf-8") if file.is_file() else card_text(draft.config)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{file} is not UTF-8 text; convert it") from e
+    if rows := [row for record in records for row in measured_rows(Path(record), draft)]:
+        if not GENERATED.search(card):
+            raise ValueError(f"{file} has no lines {START} and {END}, between which measurements are put; add them")
+        card = with_section(card, MEASURED, measured_text(rows))
+        if save:
+            replace_text(file, card)
+    return with_section(card, USE, use_text(draft, repository))
+
+
+def with_section(card: str, heading: str, content: str) -> str:
+    """The card with new content below a heading of the generated part. A missing section is added at the end of the
+    generated part. A card without a generated part stays unchanged."""
+
+    def replaced(found: re.Match[str]) -> str:
+        before, _, rest = found[0].partition(f"\n{heading}\n")
+        following = re.search(r"(?ms)^## .*", rest)
+        after = following[0] if following else ""
+        return f"{before.rstrip()}\n\n{heading}\n\n{content}\n\n{after}"
+
+    return GENERATED.sub(replaced, card, count=1)
+
+
+def keep_edits(there: str, card: str) -> str:
+    """The card `there` with the generated part of `card`; `there` unchanged if either card has no generated part."""
+    new = GENERATED.search(card)
+    return GENERATED.sub(lambda _: new[0], there, count=1) if new else there
+
+
+def use_text(draft: DraftFiles, repository: str) -> str:
+    """The commands that serve a draft from a repository; for an engine that cannot serve the draft, the reason."""
+    config, name = draft.config, draft.config.provenance.target
+    target = name if hub_id(name) else TARGET
+    parts = [f"{code(TARGET)} stands for the target."] if target == TARGET else []
+    for engine in SERVERS:
+        if reason := unsupported(config, engine):
+            parts.append(f"{plain(reason)}.")
+            continue
+        served, version = repository, minimum_version(config, engine)
+        if needs_export(draft, engine):
+            served = "DIR"
+            export = f"fledge export --draft {repository} --to {engine} --out {served}"
+            parts.append(f"{TITLES[engine]} needs other files than these, which `{export}` writes.")
+        words = engine_command(engine, Serving(target, served, config, trained_depth(config)))
+        since = f" ({version} or later)" if version else ""
+        parts.append(f"{TITLES[engine]}{since}:\n\n```sh\n{shlex.join(words)}\n```")
+    own = f"fledge generate --target {target} --draft {repository} --prompt Hello"
+    parts.append(f"fledge, which also measures what the draft gains (`fledge eval`):\n\n```sh\n{own}\n```")
+    return "\n\n".join(parts)
+
+
+def measured_rows(file: Path, draft: DraftFiles) -> list[str]:
+    """The table's rows for the measurements of `draft` in a record of `fledge eval`. Raises ValueError, naming the
+    file, if the file is no record of `fledge eval`, or has no measurement of `draft`."""
+    try:
+        content = read_json(file)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"--eval {file} cannot be read ({e}); fledge eval --out FILE writes such a file") from e
+    if not is_record(content):
+        raise ValueError(f"--eval {file} is not a record that fledge eval --out wrote")
+    records: dict[str, Any] = {"": content} if "tau" in content else content
+    known = (draft_sha256(draft.tensors), None)  # None: fledge eval measured a server without --draft
+    own = {label: record for label, record in records.items() if record.get("draft_sha256") in known}
+    if not own:
+        others = ", ".join(sorted({str(record.get("draft")) for record in records.values()}))
+        raise ValueError(f"--eval {file} has measurements of other drafts only ({others}); measure this draft")
+    try:
+        return [_row_of(label, record) for label, record in own.items()]
+    except (KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"--eval {file} is not a record of fledge eval with a draft ({type(e).__name__}: {e})") from e
+
+
+def _row_of(label: str, record: Mapping[str, Any]) -> str:
+    prompts = f"{record.get('prompt_set') or label or 'prompts'}, {int(record['prompts'])}"
+    temperature = (record.get("sampling") or {}).get("temperature", 0)
+    words = [f"temperature {temperature}" if temperature else "greedy", str(record.get("mode") or "")]
+    words += [f"{name} {record[name]}" for name in ("depth", "nodes") if record.get(name)]
+    words += [f"batch {record['batch']}"] if record.get("batch", 1) != 1 else []
+    alpha = [None if a is None else float(a) for a in record["alpha"]]
+    speedup = None if record.get("speedup") is None else float(record["speedup"])
+    device = "a server" if record.get("endpoint") else str(record["environment"]["device"])
+    return measured_row(prompts, ", ".join(filter(None, words)), float(record["tau"]), alpha, speedup, device)
 
 
 def upload(

@@ -54,10 +54,10 @@ class Answerer:
     template renders as a different text are kept; differences in white space then count. `cure` is the advice if most
     answers are rewritten. `repeated` counts the reasons of repeated requests.
 
-    `ask` accepts a question, and raises BadRequest if the question cannot be answered. `answers` yields the index and
-    the answer, or refusal, of every question of `wanted` records that is answered by now; with `wait`, at least one
-    answer. `answers` calls `advance` for each answer, and raises ServerProblem if no more answers will come. `message`
-    returns an answer as a message of the data, and raises BadRequest if the answer cannot be a message.
+    `ask` accepts a question, and raises BadRequest if the question cannot be answered. `answers` waits for at least one
+    answer, and yields the index and the answer, or refusal, of every answered question of `wanted` records. `answers`
+    calls `advance` for each answer, and raises ServerProblem if no more answers will come. `message` returns an answer
+    as a message of the data, and raises BadRequest if the answer cannot be a message.
     """
 
     who: str
@@ -129,11 +129,7 @@ class OwnEngine(Answerer):
             )
         self._asked[q.index] = q, ids
 
-    def answers(
-        self, wanted: Container[int], advance: Callable[[], None], wait: bool
-    ) -> Iterator[tuple[int, Answer | BadRequest]]:
-        if not wait:
-            return
+    def answers(self, wanted: Container[int], advance: Callable[[], None]) -> Iterator[tuple[int, Answer | BadRequest]]:
         from fledge.types import Sampling
 
         sampling = Sampling(self.options.temperature, top_p=self.options.top_p, seed=self.options.seed)
@@ -216,9 +212,8 @@ class ServedModel(Answerer):
         self._flying.add(future)
         future.add_done_callback(lambda ended: self._done.put((q.index, ended)))
 
-    def answers(
-        self, wanted: Container[int], advance: Callable[[], None], wait: bool
-    ) -> Iterator[tuple[int, Answer | BadRequest]]:
+    def answers(self, wanted: Container[int], advance: Callable[[], None]) -> Iterator[tuple[int, Answer | BadRequest]]:
+        wait = True
         while True:
             try:
                 index, future = self._done.get(block=wait)

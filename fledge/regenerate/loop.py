@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -80,9 +80,8 @@ def _headers(records: Sequence[Record], options: RegenerateOptions, identity: li
 class _Loop:
     """One run: the records that are being answered, and counts of events.
 
-    After an answer, the record's next question is asked at once, so that the answerer always has work. The answer is
-    compared with the target's template while no further answer has arrived. `due` lists the turns to compare and, after
-    a record's last turn, the record's row to write.
+    After an answer, the record's next question is asked at once, so that the answerer always has work. Then the answer
+    (`turn`) is compared with the target's template, and after a record's last answer, the record's row is written.
     """
 
     def __init__(
@@ -93,8 +92,7 @@ class _Loop:
         self.refused, self.file, self.say = refused, file, say
         self.todo = iter([i for i in range(len(records)) if i not in file.done])
         self.open: dict[int, Generator[Question, Answer, dict[str, Any]]] = {}
-        self.due: deque[tuple[int, Turn | dict[str, Any]]] = deque()
-        self.dropped: set[int] = set()
+        self.turn: Turn | None = None
         self.held: dict[int, dict[str, Any]] = {}
         self.check, self.counts = AnswerCheck(), Counter[str]()
         self.refusal: tuple[int, str] | None = None
@@ -113,16 +111,10 @@ class _Loop:
 
     def run(self, advance: Callable[[], None]) -> None:
         """Answers all records."""
-        try:
-            while self._fill() or self.due:
-                for index, answer in self.answerer.answers(self.open, advance, wait=not self.due):
+        while self._fill():
+            for index, answer in self.answerer.answers(self.open, advance):
+                if index in self.open:
                     self._continue(index, answer)
-                if self.due:
-                    self._settle(*self.due.popleft())
-        except (ServerProblem, KeyboardInterrupt):  # all finished answers are compared and written
-            while self.due:
-                self._settle(*self.due.popleft())
-            raise
         if self.refusal:
             cure = "change or shorten the record, lower --max-new-tokens, or skip such records by --skip-bad"
             raise ValueError(f"{self.refusal[1]}; {cure}")
@@ -139,7 +131,10 @@ class _Loop:
         return bool(self.open)
 
     def _continue(self, index: int, answer: Answer | BadRequest | None) -> None:
-        """Hands an answer to the record `index`, and asks the record's next question."""
+        """Hands an answer to the record `index`, and asks the record's next question. Rows are held back while most
+        compared answers are rewritten: if rewritten answers end the job, the same command can be run again with a
+        different server."""
+        row, self.turn = None, None
         try:
             conversation = self.open[index]
             if isinstance(answer, BadRequest):
@@ -147,12 +142,20 @@ class _Loop:
             self.counts["truncated"] += answer is not None and answer.finish == "length"
             self.answerer.ask(conversation.send(answer))
         except StopIteration as end:
-            del self.open[index]
-            self.due.append((index, end.value))
+            row = end.value
         except (EndlessTemplate, ServerProblem):
             raise
         except ValueError as e:  # the template or the answerer refuses the conversation
             self._refuse(index, e)
+            return
+        if self.turn is not None and not self._compare(self.turn):
+            del self.open[index]
+        elif row is not None:
+            del self.open[index]
+            self.held[index] = row
+            if not self.check.mostly_rewritten:
+                self.file.append(self.held)
+                self.held = {}
 
     def _converse(self, index: int, record: Record) -> Generator[Question, Answer, dict[str, Any]]:
         """Yields the questions of a record, each after the previous answer, and returns the record's row."""
@@ -163,7 +166,7 @@ class _Loop:
             answer = yield question
             whole = start + answer.text
             if template is not None:
-                self.due.append((index, Turn(question, answer, whole)))
+                self.turn = Turn(question, answer, whole)
             return {"prompt": start, "completion": answer.text} if record.prompt_length else {"text": whole}
         kept, rest = split_conversation(record)
         messages = list(kept)
@@ -176,7 +179,7 @@ class _Loop:
             answer = yield question
             messages.append(message := self.answerer.message(question, answer))
             if template is not None:
-                self.due.append((index, chat_turn(question, messages, answer)))
+                self.turn = chat_turn(question, messages, answer)
             if not any(m["role"] == "assistant" for m in rest):
                 break
             if message.get("tool_calls"):
@@ -191,38 +194,21 @@ class _Loop:
             return text_prompt(template, text, self.options.prompt_tokens)
         return text[:length] if template is None else template.prompt_ids(text[:length]), text[:length]
 
-    def _drop(self, index: int) -> None:
-        self.open.pop(index, None)
-        self.dropped.add(index)
-
     def _refuse(self, index: int, error: ValueError) -> None:
         """Skips a record that cannot be answered. Without --skip-bad, also drops all later records."""
         where = self.records[index].where
         reason = f"{where}: {str(error).removeprefix(f'{where}: ')}"
-        self._drop(index)
+        del self.open[index]
         if self.options.skip_bad:
             self.refused.append(reason)
             return
         self.refusal = min(self.refusal or (index, reason), (index, reason))
         for later in [i for i in self.open if i > index]:
-            self._drop(later)
+            del self.open[later]
 
-    def _settle(self, index: int, item: Turn | dict[str, Any]) -> None:
-        """Compares an answer, or writes a row. Rows are held back while most compared answers are rewritten: if
-        rewritten answers end the job, the same command can be run again with a different server."""
-        if index in self.dropped:
-            return
-        if isinstance(item, Turn):
-            self._compare(index, item)
-            return
-        self.held[index] = item
-        if not self.check.mostly_rewritten:
-            self.file.append(self.held)
-            self.held = {}
-
-    def _compare(self, index: int, turn: Turn) -> None:
-        """Compares an answer with the target's template. Raises ValueError for a prompt that the server tokenized
-        differently, and if most answers are rewritten."""
+    def _compare(self, turn: Turn) -> bool:
+        """Compares an answer with the target's template. Returns False for an answer that is left out with its record.
+        Raises ValueError for a prompt that the server tokenized differently, and if most answers are rewritten."""
         found = compare(turn, spaces=self.answerer.keeps_rewritten)
         if found.prompt:
             self._explain_prompt(turn.question.record, found.prompt)
@@ -234,9 +220,9 @@ class _Loop:
             )
         if self.check.compared >= ENOUGH and self.check.mostly_rewritten:
             self._explain_answers()
-        if found.answer == REWRITTEN and not self.answerer.keeps_rewritten:
-            self.counts["left out"] += 1
-            self._drop(index)
+        left_out = found.answer == REWRITTEN and not self.answerer.keeps_rewritten
+        self.counts["left out"] += left_out
+        return not left_out
 
     def _explain_prompt(self, record: Record, difference: str) -> None:
         """Raises ValueError for a prompt that the server tokenized differently. For records with tools, gives a message

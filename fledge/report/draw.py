@@ -132,6 +132,18 @@ def bars_from_left(axes: Axes, labels: Sequence[str]) -> None:
     axes.tick_params(axis="y", labelcolor=INK)
 
 
+def stacked_bars(axes, bars: dict[str, dict[str, float]]) -> None:
+    """Draws a horizontal bar for each name, stacked from the name's parts by label."""
+    parts = list(dict.fromkeys(part for found in bars.values() for part in found))
+    left = dict.fromkeys(bars, 0.0)
+    for i, part in enumerate(parts):
+        widths = [found.get(part, 0.0) for found in bars.values()]
+        axes.barh(range(len(bars)), widths, left=[*left.values()], height=0.6, color=color(i), label=part)
+        left = {name: at + width for (name, at), width in zip(left.items(), widths, strict=True)}
+    bars_from_left(axes, list(bars))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
+
+
 def shortened(label: str, width: int = 34) -> str:
     """A label that fits beside a drawing: the beginning and the end of a long label."""
     printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in label)

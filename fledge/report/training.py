@@ -1,19 +1,99 @@
-"""The figures of training runs."""
+"""The report of training runs: reads the files of runs, and makes the figures and sections of the page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fledge.report.draw import Figure, Table, bars_from_left, color, depth_color, drawing, legend, marked, shown, style
-from fledge.report.read import Run, mapping, number
+from fledge.io.display import escaped
+from fledge.io.fields import parse_json
+from fledge.report.draw import Figure, Table, color, depth_color, drawing, legend, marked, shown, stacked_bars, style
+from fledge.report.page import Sections, listed, mapping, number, numbers, origin, write_beside
 
+NAME = "report.html"
+METRICS = {  # fields of every step of a run
+    "step", "loss", "accept", "lr", "grad_norm", "tokens", "supervised", "room", "parts", "seconds", "tokens_per_s",
+}  # fmt: skip
 PARTS = {
     "data": "waiting for data", "target": "target", "draft": "draft", "optimizer": "optimizer", "save": "saving",
     "eval": "measuring τ",
 }  # fmt: skip
 POINTS = 600  # most points of a line on the page
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: the metrics of the steps, the options by name (`recipe`), and the summary (maybe empty)."""
+
+    name: str
+    path: Path
+    steps: list[dict[str, Any]]
+    recipe: dict[str, Any]
+    summary: dict[str, Any]
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """The steps that have the number `key`, and the numbers."""
+        found = [(int(s["step"]), number(s.get(key))) for s in self.steps]
+        return [step for step, y in found if y is not None], [y for _, y in found if y is not None]
+
+    def total(self, key: str) -> float:
+        """The sum of the number `key` over the steps."""
+        return sum(self.series(key)[1])
+
+    def columns(self, key: str) -> tuple[list[int], list[list[float]]]:
+        """The steps whose `key` is a list of numbers with the same length as in the last step, and the lists."""
+        found = [(int(s["step"]), numbers(s.get(key))) for s in self.steps]
+        width = len(found[-1][1]) if found else 0
+        kept = [(step, row) for step, row in found if width and len(row) == width]
+        return [step for step, _ in kept], [row for _, row in kept]
+
+
+def read_run(path: Path, notes: list[str]) -> Run:
+    """The run in a directory; omissions are added to `notes`. A run that is being written can be read."""
+    metrics, recipe = path / "metrics.jsonl", path / "recipe.yaml"
+    if not metrics.exists() and not recipe.exists():
+        raise ValueError(f"{path} is no run of fledge train: it has neither metrics.jsonl nor recipe.yaml")
+    steps, bad = [], 0
+    for line in _text(metrics).splitlines() if metrics.exists() else ():
+        if not line.strip():
+            continue
+        value = _parsed(line)
+        if isinstance(value, dict) and value.keys() >= METRICS and isinstance(value["step"], int):
+            steps.append(value)
+        else:
+            bad += 1
+    if bad:
+        notes.append(f"{metrics}: {bad} incomplete lines are left out. A run that still trains may be writing one.")
+    options = _options(_text(recipe)) if recipe.exists() else {}
+    found = _parsed(_text(path / "summary.json")) if (path / "summary.json").exists() else {}
+    return Run(path.resolve().name, path, steps, options, mapping(found))
+
+
+def report_run(directory: Path, say: Callable[[str], None]) -> None:
+    """Draws the report of a complete run beside its metrics."""
+    write_beside(directory, directory / NAME, lambda: _sections_of(directory), say)
+
+
+def _sections_of(directory: Path) -> Sections:
+    notes: list[str] = []
+    return training_sections([read_run(directory, notes)]) | {"notes": notes}
+
+
+def training_sections(runs: Sequence[Run]) -> Sections:
+    """The sections of the page on the runs."""
+    return {
+        "targets": [run.summary.get("target") or run.recipe.get("target") for run in runs],
+        "runs": runs,
+        "training_line": training_line(runs),
+        "training": training_figures(runs),
+        "vocabulary": [v for run in runs if (v := vocabulary(run))],
+        "origins": [origin(run.name, run.summary, run.recipe.get("fledge_version")) for run in runs],
+        "recipes": recipes(runs),
+    }
 
 
 def training_figures(runs: Sequence[Run]) -> list[Figure]:
@@ -158,18 +238,6 @@ def thinned(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tup
     return [x[i] for i in order], [float(y[i]) for i in order]
 
 
-def stacked_bars(axes, bars: dict[str, dict[str, float]]) -> None:
-    """Draws a horizontal bar for each name, stacked from the name's parts by label."""
-    parts = list(dict.fromkeys(part for found in bars.values() for part in found))
-    left = dict.fromkeys(bars, 0.0)
-    for i, part in enumerate(parts):
-        widths = [found.get(part, 0.0) for found in bars.values()]
-        axes.barh(range(len(bars)), widths, left=[*left.values()], height=0.6, color=color(i), label=part)
-        left = {name: at + width for (name, at), width in zip(left.items(), widths, strict=True)}
-    bars_from_left(axes, list(bars))
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
-
-
 def _mean_parts(run: Run) -> dict[str, float]:
     found = [mapping(step.get("parts")) for step in run.steps]
     found = [parts for parts in found if parts]
@@ -182,3 +250,74 @@ def _smoothing(runs: Sequence[Run], *, faint: bool = True) -> str:
     span = f"{windows[0]:,}" if len(windows) == 1 else f"{windows[0]:,} to {windows[-1]:,}"
     behind = "; the thin line behind it is each step's value" if faint and len(runs) == 1 else ""
     return f"Lines are means over {span} steps{behind}." if windows[-1] > 1 else ""
+
+
+def training_line(runs: Sequence[Run]) -> list[str]:
+    """A sentence on each run."""
+    lines = []
+    for run in runs:
+        steps = run.steps[-1]["step"]
+        planned = number(mapping(run.recipe.get("settled")).get("steps")) or number(run.recipe.get("steps"))
+        of = f" of {planned:,.0f}: still training, or stopped" if planned and planned > steps else ""
+        decoded = run.series("eval_tau")[1]
+        last = f"; highest decoded τ {max(decoded):.2f}" if decoded else ""
+        room, tokens = run.total("room"), run.total("tokens")
+        packed = f"; {tokens / room:.0%} of the room in rows is used" if room else ""
+        packed += f", {run.total('supervised') / tokens:.0%} of the tokens are supervised" if tokens else ""
+        lines.append(f"{run.name}: {steps:,} steps{of}, {run.total('seconds') / 60:,.1f} minutes{last}{packed}.")
+    return lines
+
+
+def vocabulary(run: Run) -> dict[str, Any] | None:
+    """The coverage of a run's draft vocabulary, and the words that the vocabulary lacks; None if not recorded."""
+    v = mapping(run.summary.get("vocabulary"))
+    coverage = number(v.get("coverage"))
+    if coverage is None:
+        return None
+    missing = v.get("missing")
+    words = [
+        (escaped(str(m["text"]), keep="\n\t").replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣"), f"{count:,.0f}")
+        for m in listed(missing)
+        if isinstance(m, dict) and "text" in m and (count := number(m.get("count"))) is not None
+    ]
+    size, target_size = number(v.get("size")), number(v.get("target_size"))
+    return {"run": run.name, "coverage": coverage, "words": words, "size": shown(size, 0), "of": shown(target_size, 0)}
+
+
+def recipes(runs: Sequence[Run]) -> Table | None:
+    """The options of the runs side by side, with differing options first."""
+    flat = [
+        {k: v for k, v in run.recipe.items() if k != "settled"} | mapping(run.recipe.get("settled")) for run in runs
+    ]
+    keys = list(dict.fromkeys(k for options in flat for k in options))
+    if not keys:
+        return None
+    rows = [[str(k), *(_option(options.get(k)) for options in flat)] for k in keys]
+    if len(runs) > 1:
+        rows = [[("≠ " if len(set(row[1:])) > 1 else "") + row[0], *row[1:]] for row in rows]
+        rows.sort(key=lambda row: not row[0].startswith("≠"))
+    return Table(("option", *(run.name for run in runs)), rows)
+
+
+def _option(value: Any) -> str:
+    return "–" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
+def _options(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        return mapping(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return {}

@@ -10,7 +10,7 @@ import torch
 
 from fledge.decode.engine import Engine
 from fledge.measure import evaluator
-from fledge.measure.run import first_prompt
+from fledge.measure.prompts import first_prompt
 from fledge.types import Trace
 from support.mutations import replace_function
 from support.targets import read_alone
