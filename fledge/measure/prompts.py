@@ -19,6 +19,7 @@ from fledge.types import Trace
 
 if TYPE_CHECKING:
     from fledge.decode.engine import Engine
+    from fledge.decode.request import PromptLike
 
 DEFAULT_PROMPTS = 80  # number of prompts of a named set without --limit, as in the evaluations of the EAGLE papers
 
