@@ -50,30 +50,20 @@ from fledge.io.fields import DTYPES
 from fledge.io.hub import show_progress
 from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signals
 from fledge.measure.options import EvalOptions
-from fledge.methods import CHOICES
 from fledge.options import Options, aliases_of, default_of, flag_of, option_fields, panels_of
 from fledge.regenerate.options import RegenerateOptions
 from fledge.train.setup import launch
 from fledge.train.setup.options import TrainOptions
 
-# by the name of an option: the values that a shell completes
+# by the name of an option without `choices`: the values that a shell completes
 VALUES: dict[str, tuple[str, ...]] = {
-    "method": tuple(CHOICES),
-    "loss": ("ce", "kl", "accept", "mixed"),
-    "optimizer": ("adamw", "muon"),
-    "impl": ("eager", "flex", "triton"),
-    "activations": ("keep", "recompute", "auto"),
-    "log": ("tensorboard", "wandb"),
     "draft_mode": ("chain", "tree", "parallel"),
     "draft_sampling": ("coupled", "sample"),
     "draft_cache": ("stable", "unstable"),
     "target_impl": ("auto", "native", "transformers"),
     "dtype": tuple(DTYPES),
-    "precision": ("float32", "bfloat16", "float16", "fp8"),
     "device": ("auto", "cpu", "cuda"),
     "draft_device": ("auto", "cpu", "cuda"),
-    "engine": ("vllm", "sglang"),
-    "to": ("vllm", "sglang", "safeailab", "speculators"),
 }
 TABLE_WIDTH = 100  # terminal columns; in a narrower table of help, names of options are cut off
 MAX_WIDTH = 80  # of plain help
@@ -160,7 +150,7 @@ def flags_of(kind: type[Options], f: dataclasses.Field) -> list[str]:
 
 def values_of(f: dataclasses.Field) -> Callable[[str], list[str]] | None:
     """The function with which a shell completes an option's values; None if it completes paths."""
-    values = VALUES.get(f.name)
+    values = f.metadata["choices"] or VALUES.get(f.name)
     return None if values is None else lambda incomplete: [v for v in values if v.startswith(incomplete)]
 
 

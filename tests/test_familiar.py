@@ -111,11 +111,13 @@ def test_the_completed_values_are_those_that_are_accepted():
     from fledge.ops.loss import KINDS
     from fledge.states.layout import PRECISIONS
     from fledge.targets.loading import IMPLEMENTATIONS
-    from fledge.train.setup.recipe import ACTIVATIONS, LOGGERS
+    from fledge.train.optim import OPTIMIZERS
 
-    tables = dict(loss=KINDS, impl=IMPLS, activations=ACTIVATIONS, log=LOGGERS,
-                  target_impl=IMPLEMENTATIONS, precision=PRECISIONS, to=ENGINES, dtype=DTYPES)  # fmt: skip
-    assert {name: set(table) for name, table in tables.items()} == {name: set(VALUES[name]) for name in tables}
+    fields = {f.name: f.metadata["choices"] for kind in OPTIONS.values() for f in option_fields(kind)}
+    tables = dict(loss=KINDS, impl=IMPLS, optimizer=OPTIMIZERS, target_impl=IMPLEMENTATIONS, precision=PRECISIONS,
+                  to=ENGINES, dtype=DTYPES)  # fmt: skip
+    for name, table in tables.items():
+        assert set(table) == set(fields[name] or VALUES[name]), name
 
 
 def complete(shell: str, line: str) -> tuple[str, str]:

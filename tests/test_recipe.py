@@ -134,7 +134,7 @@ def test_paths_that_cannot_be_recipes_are_refused(tmp_path: Path, fledge) -> Non
         ("config: other.yaml", "config cannot be set in a file"),
         (
             "method: eagle2",
-            "combined with the given flags: --method eagle2 is not one of eagle3, eagle3.1, peagle, eag",
+            "method: eagle2 is not one of eagle3, eagle3.1, peagle, eagle1; change it or leave it out",
         ),
         ("template_kwargs: {chat_template: x}", "--template-kwargs sets chat_template"),
         ("gamma: 0.5\nmethod: peagle", "--gamma has no effect with P-EAGLE"),

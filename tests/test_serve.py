@@ -105,7 +105,7 @@ def test_the_depth_is_the_trained_one_and_revisions_are_passed_on(dry_run, tmp_p
         (PARALLEL, ["--engine", "sglang"], "SGLang (0.5.17 and 0.5.23) cannot serve this draft: it has no one-pass"),
         (E3, ["--tree-nodes", 9], "vLLM drafts chains, no trees"),
         (E3, ["--engine", "sglang", "--depth", 2, "--tree-width", 2, "--tree-nodes", 8], "has at most 7 nodes"),
-        (E3, ["--engine", "trtllm"], "--engine trtllm is neither vllm nor sglang"),
+        (E3, ["--engine", "trtllm"], "--engine trtllm is not one of vllm, sglang"),
         (E3, [], "vllm is not installed here; install it, or take the command of --dry-run"),
     ],
 )

@@ -29,6 +29,7 @@ from fledge.data.sources import Source
 from fledge.drafts.draft import Draft
 from fledge.io.fields import format_value
 from fledge.io.files import check_output_path
+from fledge.methods import CHOICES
 from fledge.options import default_of, flag_of, has_type, option_fields, validation_problem
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.setup.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions, replace_aliases
@@ -36,7 +37,6 @@ from fledge.train.setup.recipe import (
     INEFFECTIVE,
     WITH_INIT_FROM,
     Recipe,
-    find_choice,
     ineffective_options,
     resolve,
     unsupported_options,
@@ -97,7 +97,7 @@ def settle(
 def recipe_text(options: TrainOptions, settled: Mapping[str, Any]) -> str:
     """The text of recipe.yaml: all options that have a value and an effect, then the settled values. `options.method`
     must not be None."""
-    given, choice = _with_absolute_paths(options).as_dict(), find_choice(options.method)
+    given, choice = _with_absolute_paths(options).as_dict(), CHOICES[options.method]
     omitted = {*RUN_ONLY, "out", *choice.switches, *ineffective_options(given), *unsupported_options(choice.method)}
     values = {k: v for k, v in given.items() if v is not None and k not in omitted}
     if "template_kwargs" in values:
@@ -159,7 +159,7 @@ def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     """Options whose values in the file are ignored because of a given flag, each with the reason."""
     found = {"steps": "with --epochs;"} if "epochs" in given else {}
     found |= {"method": WITH_INIT_FROM} if "init_from" in given else {}
-    unsupported = unsupported_options(find_choice(given["method"]).method) if "method" in given else {}
+    unsupported = unsupported_options(CHOICES[given["method"]].method) if "method" in given else {}
     return found | ineffective_options(given) | unsupported
 
 
