@@ -33,7 +33,7 @@ from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import WEIGHTS, write_files
 from fledge.io.display import ProgressDisplay
 from fledge.states import writer as feature_writer
-from fledge.targets import sharded as sharded_module
+from fledge.targets import structure as structure_module
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.distributed import target_bytes
 from fledge.targets.loading import load_target
@@ -266,7 +266,7 @@ def load_sharded_target(ranks: Ranks, path: Path) -> TransformersTarget:
         return original(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        replace_function(patch, sharded_module, "fully_shard", measured)
+        replace_function(patch, structure_module, "fully_shard", measured)
         target = load_target(path, dtype=torch.float64, mesh=ranks.mesh)
     sizes, layers = target_bytes(target), len(target.parts.layers)
     buffers = sum(x.nbytes for x in target.model.buffers())

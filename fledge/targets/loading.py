@@ -34,8 +34,7 @@ from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
 from fledge.targets.parts import ModelTarget, TargetParts
 from fledge.targets.quantized import loading_alone, quantization_of, run_once
-from fledge.targets.sharded import fill_with, shard_layers
-from fledge.targets.structure import find_decoder, layers_and_norm
+from fledge.targets.structure import fill_with, find_decoder, layers_and_norm, shard_layers
 from fledge.targets.transformers import TransformersTarget
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
@@ -59,7 +58,7 @@ def load_target(
     `dtype` is a torch dtype or one of the names of `fledge train --dtype`; None is float32 on the CPU, and the
     checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in the model's files runs only with
     `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over the
-    mesh's ranks (`targets.sharded`). All ranks load the model at the same time, and only the first rank reads the
+    mesh's ranks (`shard_layers`). All ranks load the model at the same time, and only the first rank reads the
     weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
     device: the model has sizes, and computes nothing.
 
