@@ -212,7 +212,7 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     draft = draft_sizes(recipe, target)
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
-    ranks = Ranks(size=machine.trains, placement="shard")
+    ranks = Ranks(size=machine.trains)
     lockstep = machine.split and not machine.apart
     schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, lockstep, say)
     saved = directory.load_progress() if options.resume else None
