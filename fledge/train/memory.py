@@ -215,11 +215,6 @@ class Work:
         states = (config.num_aux_hidden_states + 1) * config.target_hidden_size
         return states * self.draft.dtype.itemsize * self.tokens
 
-    def resized(self, tokens: int) -> Work:
-        """Rows of fewer tokens, with the same share of slots."""
-        slots = tuple(-(-n * tokens // self.tokens) for n in self.slots)
-        return replace(self, tokens=tokens, slots=slots, document=min(self.document, tokens))
-
 
 def memory_parts(work: Work, impl: Implementation, machine: Machine) -> dict[str, int]:
     """The bytes of each part of the memory of a training rank, at the largest moment of a step."""
