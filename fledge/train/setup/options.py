@@ -245,7 +245,6 @@ SWITCHES = tuple(f.name for f in option_fields(ShapeOptions) if f.type == "bool"
 MACHINE = names_of(MachineOptions)
 MOVABLE = ("features_from", "features_map", "api_key_env")  # may have another value when a run is continued
 WITH_RESUME = ("resume", "trust_remote_code", *MOVABLE, *MACHINE)  # may be given together with --resume
-NOT_FROM_FILE = ("out", "trust_remote_code")  # are not set by a --config file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,16 +168,15 @@ def check_served(options: ServedOptions) -> None:
         needless = ("features_layers", "features_map", "api_key_env")
         options.refuse(needless, "without hidden states of vLLM; give --features-from, or")
         return
-    folder = Path(address).is_dir()
-    if not folder:
-        refuse_credentials(address)
-    if not folder and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
-        raise ValueError(
-            f"--features-from {address} is neither a directory nor the address of a server, such as "
-            "http://localhost:8000"
-        )
-    if folder:
+    if Path(address).is_dir():
         options.refuse(["features_map", "api_key_env"], "with a directory of files;")
+    else:
+        refuse_credentials(address)
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
+            raise ValueError(
+                f"--features-from {address} is neither a directory nor the address of a server, such as "
+                "http://localhost:8000"
+            )
     if options.features_map is not None:
         there, _, here = options.features_map.partition("=")
         if not there or not Path(here).is_dir() or not here:

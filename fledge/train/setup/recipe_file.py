@@ -32,7 +32,7 @@ from fledge.io.files import check_output_path
 from fledge.methods import CHOICES
 from fledge.options import default_of, flag_of, has_type, option_fields, validation_problem
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.setup.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions, replace_aliases
+from fledge.train.setup.options import MACHINE, MOVABLE, TrainOptions, replace_aliases
 from fledge.train.setup.recipe import (
     INEFFECTIVE,
     WITH_INIT_FROM,
@@ -54,7 +54,7 @@ HEADER = """\
 # `settled` holds the values that were chosen for the target, the data and the GPU. Only --resume uses them.
 
 """
-RUN_ONLY = ("config", "resume", *MACHINE)  # options of a single command, which a recipe cannot set
+RUN_ONLY = ("config", "resume", "out", *MACHINE)  # options of a single command, which a recipe cannot set
 # settled values that --resume passes on as options, because the values must not change: another number of slots, for
 # example, changes the rounding
 RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "rows_per_step", "impl", "slots", "activations")
@@ -98,7 +98,7 @@ def recipe_text(options: TrainOptions, settled: Mapping[str, Any]) -> str:
     """The text of recipe.yaml: all options that have a value and an effect, then the settled values. `options.method`
     must not be None."""
     given, choice = _with_absolute_paths(options).as_dict(), CHOICES[options.method]
-    omitted = {*RUN_ONLY, "out", *choice.switches, *ineffective_options(given), *unsupported_options(choice.method)}
+    omitted = {*RUN_ONLY, *choice.switches, *ineffective_options(given), *unsupported_options(choice.method)}
     values = {k: v for k, v in given.items() if v is not None and k not in omitted}
     if "template_kwargs" in values:
         values["template_kwargs"] = json.loads(values["template_kwargs"])
@@ -131,7 +131,8 @@ def with_config(options: TrainOptions, say: Say) -> TrainOptions:
     if options.config is None:
         return options
     file = find_recipe_file(options.config)
-    written = _without_command_line_options(_options_in(_mapping_in(file), file), file, say)
+    written = _options_in(_mapping_in(file), file)
+    written.pop("trust_remote_code", None)  # a file cannot grant trust; the target's loading says what to give
     defaults = {f.name: default_of(f) for f in option_fields(TrainOptions)}
     given = {name: getattr(options, name) for name in defaults if options.was_given(name)}
     differing = {name for name, value in written.items() if value != defaults[name]}
@@ -163,17 +164,6 @@ def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     return found | ineffective_options(given) | unsupported
 
 
-def _without_command_line_options(values: dict[str, Any], file: Path, say: Say) -> dict[str, Any]:
-    if "out" in values:
-        say(f"out of {file} is not used; --out names the directory of the new run")
-    if values.get("trust_remote_code"):
-        say(
-            f"trust_remote_code of {file} is ignored, because a file cannot grant trust. Give --trust-remote-code if "
-            "the target's own code is needed"
-        )
-    return {name: value for name, value in values.items() if name not in NOT_FROM_FILE}
-
-
 # -- --resume ------------------------------------------------------------------------------------------------------
 
 
@@ -193,13 +183,9 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
         raise ValueError(f"the run in {directory.path} was started without it; leave --trust-remote-code out")
     values |= {name: settled[name] for name in RESUMED_VALUES if name in settled}
     values |= {name: getattr(asked, name) for name in ("resume", "trust_remote_code", *MACHINE)}
-    if moved := {name: getattr(asked, name) for name in MOVABLE if asked.was_given(name)}:
-        if values.get("features_from") is None:
-            raise ValueError(
-                f"the run in {directory.path} was started without --features-from; leave {flag_of(next(iter(moved)))} "
-                "out"
-            )
-        values |= moved
+    if values.get("features_from") is None:
+        asked.refuse(MOVABLE, f"with the run in {directory.path}, which was started without --features-from;")
+    values |= {name: getattr(asked, name) for name in MOVABLE if asked.was_given(name)}
     for option, (names, why) in INEFFECTIVE.items():
         if values.get(option):
             asked.refuse([name for name in names if name in MACHINE and getattr(asked, name)], why)
