@@ -13,13 +13,12 @@ from typing import Any
 
 from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
 from fledge.io.formats import MASK_TOKEN_FIELDS, deviations, flat_config, from_engine, is_speculators, to_engine
-from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
+from fledge.methods import EAGLE1, EAGLE3, METHODS, NORMS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # The default layers of targets with too few layers for the engines' default. The output of the last layer is avoided
 # if possible, since SGLang cannot capture it.
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
-SWITCHES = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # fields of a `DraftConfig` that have the same name in config.json
 SAME_NAMES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -269,7 +268,7 @@ class DraftConfig:
                 f"an {family.title} draft uses its target's head, so it must have the target's hidden size and its "
                 "whole vocabulary"
             )
-        if on := [name for name in SWITCHES if name not in family.options and getattr(self, name)]:
+        if on := [name for name in NORMS if name not in family.options and getattr(self, name)]:
             raise ValueError(f"{' and '.join(on)}: {family.title} has no such norm; leave it out")
         if self.aux_layers and not family.reads_layers:
             raise ValueError(f"aux_layers: {family.title} reads the target's final hidden state only; leave it out")

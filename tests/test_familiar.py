@@ -111,10 +111,9 @@ def test_the_completed_values_are_those_that_are_accepted():
     from fledge.ops.loss import KINDS
     from fledge.states.layout import PRECISIONS
     from fledge.targets.loading import IMPLEMENTATIONS
-    from fledge.train.optim import OPTIMIZERS
 
     fields = {f.name: f.metadata["choices"] for kind in OPTIONS.values() for f in option_fields(kind)}
-    tables = dict(loss=KINDS, impl=IMPLS, optimizer=OPTIMIZERS, target_impl=IMPLEMENTATIONS, precision=PRECISIONS,
+    tables = dict(loss=KINDS, impl=IMPLS, target_impl=IMPLEMENTATIONS, precision=PRECISIONS,
                   to=ENGINES, dtype=DTYPES)  # fmt: skip
     for name, table in tables.items():
         assert set(table) == set(fields[name] or VALUES[name]), name
