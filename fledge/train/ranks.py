@@ -33,12 +33,12 @@ RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of the last c
 
 
 class RankError(ConnectionError):
-    """Another rank failed, ended or did not answer within the time limit. The message names the rank."""
+    """Another rank failed, ended or did not answer within the time limit. The message names a rank that failed."""
 
 
 class LostRankError(RankError):
     """Another rank ended, or did not answer: the run can be continued. Once raised, SIGTERM is ignored, since torchrun
-    may send SIGTERM before this rank has named the lost rank."""
+    may send SIGTERM before this rank has printed the message."""
 
 
 @dataclass(frozen=True)
