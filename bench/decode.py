@@ -61,7 +61,7 @@ from fledge.measure.metrics import bytes_per_round
 from fledge.measure.record import check_record_path, write_record
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
-from fledge.targets.sharded import fill_with, shard_layers
+from fledge.targets.structure import fill_with, shard_layers
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling
 

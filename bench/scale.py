@@ -40,7 +40,7 @@ from fledge.states.cache import FeatureCache
 from fledge.states.layout import Layout
 from fledge.states.source import DiskFeatures
 from fledge.targets.compatibility import connect_draft, resolve_layers
-from fledge.train.ranks import PLACEMENTS, Ranks, connected, local_rank
+from fledge.train.ranks import Ranks, connected, local_rank
 from fledge.train.row_pass import Implementation, Objective
 
 WARM_UP = 4  # steps
@@ -52,9 +52,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/scale.json"))
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument(
-        "--placement", nargs="+", default=["shard"], choices=PLACEMENTS, help="of the optimizer's state"
-    )
     parser.add_argument("--source", nargs="+", default=["online"], choices=SOURCES, help="of hidden states")
     parser.add_argument("--work", type=Path, default=Path("build/bench-scale"), help="a directory for --source disk")
     parser.add_argument("--shard-target", action="store_true", help="split the target's layers over the GPUs")
@@ -109,7 +106,7 @@ def measure(options: argparse.Namespace) -> None:
     if not cpu:
         torch.cuda.set_device(device)
     rows = []
-    with connected(device, "shard", timedelta(minutes=5)) as ranks:
+    with connected(device, timedelta(minutes=5)) as ranks:
         torch.manual_seed(0)
         ceiling = peak_tflops(str(device))
         target = random_target(options.shape, str(device), ranks.mesh if options.shard_target else None)
@@ -117,14 +114,12 @@ def measure(options: argparse.Namespace) -> None:
             if source == "disk":
                 target.model.model.layers[:-1].to("meta")
                 write_features(target, ranks, options)
-            for placement in options.placement:
-                for tokens in options.tokens:
-                    placed = Ranks(**vars(ranks) | {"placement": placement})
-                    row = timed(target, source, placed, tokens, ceiling, options)
-                    rows.append(row)
-                    if ranks.leads:
-                        print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-                        options.out.write_text(json.dumps(rows))
+            for tokens in options.tokens:
+                row = timed(target, source, ranks, tokens, ceiling, options)
+                rows.append(row)
+                if ranks.leads:
+                    print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                    options.out.write_text(json.dumps(rows))
         ranks.meet("after the last step", None)
         if ranks.leads:
             shutil.rmtree(options.work, ignore_errors=True)
@@ -204,7 +199,7 @@ def timed(
     flops += draft_flops(config, tokens, options)
     sharded = ", sharded target" if target.sharded else ""
     return {
-        "what": f"{SOURCES[source_name]}, {options.shape}{sharded}, {ranks.placement}", "gpus": ranks.size, "T": tokens,
+        "what": f"{SOURCES[source_name]}, {options.shape}{sharded}, shard", "gpus": ranks.size, "T": tokens,
         "ms": 1e3 * took, "tokens_per_s": ranks.size * tokens / took,
         "gib": None if cpu else torch.cuda.max_memory_allocated() / 2**30,
         "gemm_tokens_per_s": ceiling and ranks.size * tokens / (flops / ceiling / 1e12),

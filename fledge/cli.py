@@ -8,7 +8,6 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import itertools
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import typer
@@ -51,30 +50,20 @@ from fledge.io.fields import DTYPES
 from fledge.io.hub import show_progress
 from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signals
 from fledge.measure.options import EvalOptions
-from fledge.methods import CHOICES
-from fledge.options import Options, aliases_of, default_of, flag_of, option_fields, panels_of, same_option
+from fledge.options import Options, aliases_of, default_of, flag_of, option_fields, panels_of
 from fledge.regenerate.options import RegenerateOptions
 from fledge.train.setup import launch
 from fledge.train.setup.options import TrainOptions
 
-# by the name of an option: the values that a shell completes
+# by the name of an option without `choices`: the values that a shell completes
 VALUES: dict[str, tuple[str, ...]] = {
-    "method": tuple(CHOICES),
-    "loss": ("ce", "kl", "accept", "mixed"),
-    "optimizer": ("adamw", "muon"),
-    "impl": ("eager", "flex", "triton"),
-    "activations": ("keep", "recompute", "auto"),
-    "log": ("tensorboard", "wandb"),
     "draft_mode": ("chain", "tree", "parallel"),
     "draft_sampling": ("coupled", "sample"),
     "draft_cache": ("stable", "unstable"),
     "target_impl": ("auto", "native", "transformers"),
     "dtype": tuple(DTYPES),
-    "precision": ("float32", "bfloat16", "float16", "fp8"),
     "device": ("auto", "cpu", "cuda"),
     "draft_device": ("auto", "cpu", "cuda"),
-    "engine": ("vllm", "sglang"),
-    "to": ("vllm", "sglang", "safeailab", "speculators"),
 }
 TABLE_WIDTH = 100  # terminal columns; in a narrower table of help, names of options are cut off
 MAX_WIDTH = 80  # of plain help
@@ -91,6 +80,10 @@ class PlainHelp:
             super().format_help(ctx, formatter)  # type: ignore[misc]
         else:
             formatter.write("\n".join(_help_lines(self, ctx, min(columns, MAX_WIDTH))))
+
+
+class Command(PlainHelp, typer.core.TyperCommand):
+    """A command."""
 
 
 class Group(PlainHelp, typer.core.TyperGroup):
@@ -147,40 +140,7 @@ def _command(name: str, options: type[Options], job: Callable[[Any], int | None]
         flag = Annotated[bool | None, typer.Option(flag_of(no), hidden=True)]
         shown.append(inspect.Parameter(no, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag))
     run.__signature__ = inspect.Signature([context, *shown])
-    app.command(name, cls=_Command, help=options.__doc__)(run)
-
-
-class _Command(PlainHelp, typer.core.TyperCommand):
-    """A command that refuses two names of one option, where the parser would silently use the last name. A command that
-    passes words on explains, for an unknown option, that words to pass on follow `--`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = list(args)  # the parser empties the list
-        try:
-            rest = super().parse_args(ctx, args)
-        except Exception as e:  # NoSuchOption is click's or typer's own, by the version of typer
-            passes_on = any(isinstance(p, typer.core.TyperArgument) and p.nargs == -1 for p in self.params)
-            if type(e).__name__ == "NoSuchOption" and passes_on:
-                e.message = f"{e.message.rstrip('.')}; options that are passed on go after --"
-            raise
-        options = [p for p in self.params if isinstance(p, typer.core.TyperOption)]
-        given = set(_flags_in(words, [flag for option in options if option.is_flag for flag in option.opts]))
-        for option in options:
-            names = sorted(given.intersection(option.opts))
-            if len(names) > 1 and not option.multiple and not ctx.resilient_parsing:
-                raise ValueError(same_option(*names[:2]))
-        return rest
-
-
-def _flags_in(words: list[str], switches: Collection[str]) -> Iterator[str]:
-    """The flags among the words of a command, without the values that look like one. `switches` take no value."""
-    rest = iter(words)
-    for word in itertools.takewhile(lambda word: word != "--", rest):
-        flag, equals, _ = word.partition("=")
-        if flag.startswith("--"):
-            yield flag
-            if not equals and flag not in switches:
-                next(rest, None)
+    app.command(name, cls=Command, help=options.__doc__)(run)
 
 
 def flags_of(kind: type[Options], f: dataclasses.Field) -> list[str]:
@@ -190,7 +150,7 @@ def flags_of(kind: type[Options], f: dataclasses.Field) -> list[str]:
 
 def values_of(f: dataclasses.Field) -> Callable[[str], list[str]] | None:
     """The function with which a shell completes an option's values; None if it completes paths."""
-    values = VALUES.get(f.name)
+    values = f.metadata["choices"] or VALUES.get(f.name)
     return None if values is None else lambda incomplete: [v for v in values if v.startswith(incomplete)]
 
 

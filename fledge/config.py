@@ -13,13 +13,18 @@ from typing import Any
 
 from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
 from fledge.io.formats import MASK_TOKEN_FIELDS, deviations, flat_config, from_engine, is_speculators, to_engine
-from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
+from fledge.methods import EAGLE1, EAGLE3, METHODS, NORMS, PEAGLE, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # The default layers of targets with too few layers for the engines' default. The output of the last layer is avoided
 # if possible, since SGLang cannot capture it.
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
-SWITCHES = ("qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# fields of a `DraftConfig` that have the same name in config.json
+SAME_NAMES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "vocab_size", "draft_vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Llama's names of sizes, and other names of the same sizes that a config's attribute map may not translate
 LLAMA_NAMES = {
@@ -263,7 +268,7 @@ class DraftConfig:
                 f"an {family.title} draft uses its target's head, so it must have the target's hidden size and its "
                 "whole vocabulary"
             )
-        if on := [name for name in SWITCHES if name not in family.options and getattr(self, name)]:
+        if on := [name for name in NORMS if name not in family.options and getattr(self, name)]:
             raise ValueError(f"{' and '.join(on)}: {family.title} has no such norm; leave it out")
         if self.aux_layers and not family.reads_layers:
             raise ValueError(f"aux_layers: {family.title} reads the target's final hidden state only; leave it out")
@@ -335,35 +340,26 @@ class DraftConfig:
         known["template_modes"] = tuple(known.get("template_modes", ()))
         for mode in known["template_modes"]:
             check_template_kwargs(mode, "fledge.template_modes")
-        return cls(
-            hidden_size=hidden,
-            intermediate_size=top.get("intermediate_size"),
-            vocab_size=vocabulary,
+        values = {name: top.get(name) for name in (*SAME_NAMES, "norm_before_residual", "norm_output") if name in top}
+        values |= dict(
             draft_vocab_size=top.get("draft_vocab_size", vocabulary),
             target_hidden_size=width,
             rms_norm_eps=float(top.get("rms_norm_eps", 1e-6)),
             rope=replace(RopeConfig.from_hf(hf), long=own.get("longrope_long", False)),
-            max_position_embeddings=top.get("max_position_embeddings", 2048),
-            num_hidden_layers=top.get("num_hidden_layers", 1),
             method=family.name,
             fc_bias=family is EAGLE1 and top.get("bias", True),  # the default in the authors' code
             num_aux_hidden_states=aux_count,
             aux_layers=tuple(aux) if aux else None,
-            attention_bias=top.get("attention_bias", False),
-            mlp_bias=top.get("mlp_bias", False),
             qk_norm=top.get("model_type") == "qwen3",
-            norm_before_residual=top.get("norm_before_residual", False),
             norm_before_fc=eagle.get("norm_before_fc", top.get("norm_before_fc", False)),
             fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
-            norm_output=top.get("norm_output", False),
             own_embeddings=own.get("own_embeddings", width != hidden),
             mask_token_id=mask if family.masks else None,
             bos_token_id=_first(top.get("bos_token_id")),
             eos_token_id=_first(top.get("eos_token_id")),
-            pad_token_id=top.get("pad_token_id"),
             provenance=Provenance(**known),
-            **_heads(hf),
         )
+        return cls(**values | _heads(hf))
 
     def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
         """The content of config.json, for vLLM, SGLang, SafeAILab's code and transformers.
@@ -375,27 +371,15 @@ class DraftConfig:
         scaling = None if self.rope.rope_type == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
         if self.rope.rope_type == "linear":
             scaling = {"type": "linear", "factor": self.rope.factor}  # the only scaling that SafeAILab's code supports
+        # SGLang has no draft class with q/k norms; this is vLLM's
+        architectures = ["Eagle3Qwen3ForCausalLM"] if self.qk_norm else list(self.family.architectures)
         hf: dict[str, Any] = {
-            "architectures": self._architectures(),
+            "architectures": architectures,
             "model_type": "qwen3" if self.qk_norm else "llama",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+            **{name: getattr(self, name) for name in SAME_NAMES},
             "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
             "bias": self.fc_bias,
             "tie_word_embeddings": False,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": self.eos_token_id,
-            "pad_token_id": self.pad_token_id,
             "torch_dtype": dtype,
             "rope_theta": self.rope.rope_theta,
             "rope_scaling": scaling,
@@ -432,10 +416,6 @@ class DraftConfig:
         own["template_modes"] = list(self.provenance.template_modes) or None
         hf["fledge"] = {k: v for k, v in own.items() if v is not None}
         return hf
-
-    def _architectures(self) -> list[str]:
-        # SGLang has no draft class with q/k norms; this is vLLM's
-        return ["Eagle3Qwen3ForCausalLM"] if self.qk_norm else list(self.family.architectures)
 
     def with_provenance(self, **known: Any) -> DraftConfig:
         """A copy with these provenance fields replaced."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
@@ -37,17 +37,18 @@ ALIASES = {
 def opt(
     help: str, default: Any = MISSING, *, repeatable: bool = False, flag: str | None = None,
     minimum: float | None = None, greater_than: float | None = None, maximum: float | None = None,
-    word: str | None = None, may_be_empty: bool = False,
+    word: str | None = None, may_be_empty: bool = False, choices: Collection[str] = (),
 ) -> Any:  # fmt: skip
     """A dataclass field that is a command-line option.
 
     An option without a default is required. `repeatable` makes it a list. `flag="argument"` makes it a positional
     argument. `minimum`, `greater_than` and `maximum` bound a number, or each number of a list, and `word` may stand in
-    its place. An empty text is refused, unless the option `may_be_empty` or has an empty default.
+    its place. An empty text is refused, unless the option `may_be_empty` or has an empty default. `choices` are all
+    values that a text may have.
     """
     metadata = {
         "help": help, "flag": flag, "minimum": minimum, "greater_than": greater_than, "maximum": maximum,
-        "word": word, "may_be_empty": may_be_empty,
+        "word": word, "may_be_empty": may_be_empty, "choices": choices,
     }  # fmt: skip
     if repeatable:
         return field(default_factory=list, metadata=metadata)
@@ -144,6 +145,8 @@ def _value_problem(f: Field[Any], hint: Any, value: Any) -> str | None:
         return f"{value!r:.60} is not of type {f.type}"
     if value == "" and f.default != "" and not f.metadata["may_be_empty"]:  # a variable of the shell that is not set?
         return "is empty; give it a value, or leave it out"
+    if value is not None and (choices := f.metadata["choices"]) and value not in choices:
+        return f"{value:.60} is not one of {', '.join(choices)}"
     minimum, greater_than, maximum = (f.metadata[k] for k in ("minimum", "greater_than", "maximum"))
     if value is None or minimum is greater_than is maximum is None:
         return None

@@ -11,8 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from fledge.decode.load import load
 from fledge.drafts.kv_cache import TreeRows
 from fledge.ops.attention_prompt import additive_mask, grouped_attention, heads_as_rows, prepare_mask
-from fledge.targets.attention import MAX_QUERIES, attend
 from fledge.targets.interface import Cache, DecodingTarget
+from fledge.targets.transformers import MAX_QUERIES, attend
 from fledge.types import Prompt, Tree
 from support.mutations import replace_function
 from support.targets import tiny_draft, tiny_target
@@ -75,7 +75,7 @@ def test_a_mask_is_prepared_once_per_pass(monkeypatch: pytest.MonkeyPatch) -> No
         prepared.append(of[1:])
         return prepare_mask(*of)
 
-    monkeypatch.setattr("fledge.targets.attention.prepare_mask", counted)
+    monkeypatch.setattr("fledge.targets.transformers.prepare_mask", counted)
     for given, cache in zip((Tree.chain(tree.token_BN), tree), caches, strict=True):
         target.verify(given, cache)
         assert prepared == [(2, torch.float32)]
@@ -112,7 +112,7 @@ def test_kernels_match_the_definition_on_a_gpu(sizes: tuple[int, ...], dtype: to
 @pytest.fixture
 def transformers_result(monkeypatch: pytest.MonkeyPatch) -> str:
     """Replaces transformers' attention by a function that returns this string."""
-    monkeypatch.setattr("fledge.targets.attention.sdpa_attention_forward", lambda *of, **more: "transformers_result")
+    monkeypatch.setattr("fledge.targets.transformers.sdpa_attention_forward", lambda *of, **more: "transformers_result")
     return "transformers_result"
 
 
@@ -155,7 +155,7 @@ def test_a_target_verifies_with_grouped_attention(monkeypatch: pytest.MonkeyPatc
         seen.append(of)
         return grouped_attention(*of)
 
-    monkeypatch.setattr("fledge.targets.attention.grouped_attention", counted)
+    monkeypatch.setattr("fledge.targets.transformers.grouped_attention", counted)
     for implementation in (None, "eager"):
         target = tiny_target(attn_implementation=implementation)
         cache = prefilled(target, [1, 2, 3])
@@ -190,9 +190,9 @@ def test_a_gpus_masks_verify_chains_and_trees(family: str, monkeypatch: pytest.M
         rows.append(of[3] is None or of[3].shape[2] == 2 * of[0].shape[2])
         return heads_as_rows(*of)
 
-    for module in ("ops.attention_prompt", "targets.attention"):
+    for module in ("ops.attention_prompt", "targets.transformers"):
         monkeypatch.setattr(f"fledge.{module}.mask_repeats", lambda device, heads: heads)
-    monkeypatch.setattr("fledge.targets.attention.grouped_attention", as_rows)
+    monkeypatch.setattr("fledge.targets.transformers.grouped_attention", as_rows)
     for given, logits in zip((Tree.chain(tree.token_BN), tree), expected, strict=True):
         found, _ = target.verify(given, prefilled(target, prompts[0]))
         torch.testing.assert_close(found, logits)

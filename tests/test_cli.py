@@ -129,7 +129,7 @@ def test_variants_train(made, fledge, tmp_path):
     assert config["fc_norm"] and config["norm_output"] and config["num_hidden_layers"] == 2
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 8]
     assert list((tmp_path / "run" / "tensorboard").iterdir())
-    shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
+    shown = fledge("inspect", tmp_path / "run" / "draft")
     assert shown.code == 0 and "EAGLE-3.1" in shown.out and "SGLang" in shown.out
     for on, flag in (("kept", []), ("moved", ["--train-embeddings"])):  # only the option trains the embeddings
         more = fledge(
@@ -150,7 +150,7 @@ def test_eagle_1_trains_decodes_and_is_described(made, fledge, tmp_path):
     config = json.loads((tmp_path / "run" / "draft" / "config.json").read_text())
     assert "LlamaForCausalLMEagle" in config["architectures"] and config["bias"] is True
     assert config["fledge"]["depth"] == 3
-    shown = fledge("inspect", tmp_path / "run" / "draft", "--target", made / "target")
+    shown = fledge("inspect", tmp_path / "run" / "draft")
     assert shown.code == 0 and "An EAGLE-1 draft" in shown.out and "it drops the bias of fc" in shown.out
     asked = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
     for mode in ("chain", "tree"):
@@ -179,7 +179,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
     assert [m["tau_slots"] for m in lines] == pytest.approx([1 + sum(m["survive"]) for m in lines])
     assert [m["eval_tau"] for m in lines if "eval_tau" in m] == defined and len(defined) == 2
     draft = tmp_path / "run" / "draft"
-    shown = fledge("inspect", draft, "--target", made / "target")
+    shown = fledge("inspect", draft)
     assert shown.code == 0 and "A P-EAGLE draft" in shown.out and "parallel_drafting" in shown.out
     asked = ["generate", "--target", made / "target", "--prompt", "the young bird", "--max-new-tokens", 24]
     for mode in ([], ["--draft-mode", "parallel"], ["--draft-mode", "chain"], ["--draft-mode", "tree"]):
@@ -299,7 +299,7 @@ def test_a_shallow_target_needs_no_option(layers, fledge, tmp_path):
     read = config["eagle_aux_hidden_state_layer_ids"]
     assert len(set(read)) == 3 and read == sorted(read) and set(read) <= set(range(layers + 1))
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in read]
-    shown = fledge("inspect", draft, "--target", target)
+    shown = fledge("check", "--draft", draft, "--target", target)
     assert shown.code == 0 and ("it cannot read the output of the target's last layer" in shown.out) == (layers == 2)
     went = fledge(*words, "--out", tmp_path / "more", "--init-from", draft)
     assert went.code == 0, went.err
@@ -1059,12 +1059,12 @@ def test_inspect_names_what_is_wrong(made, draft, fledge, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-50])
     shown = fledge("inspect", tmp_path / "bad")
     assert shown.code == 1 and "truncated" in shown.out
-    fine = fledge("inspect", draft, "--target", made / "target")
+    fine = fledge("inspect", draft)
     assert fine.code == 0 and "Nothing is wrong" in fine.out and "200 of 400 tokens" in fine.out
     shutil.copytree(draft, tmp_path / "moved")
     reconfigure(tmp_path / "moved", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    shown = fledge("inspect", tmp_path / "moved", "--target", made / "target")
-    assert shown.code == 1 and "Wrong: vLLM (eagle_aux_hidden_state_layer_ids) reads the hidden states" in shown.out
+    shown = fledge("check", "--draft", tmp_path / "moved", "--target", made / "target")
+    assert shown.code == 1 and "vLLM (eagle_aux_hidden_state_layer_ids) reads the hidden states" in shown.out
 
 
 @pytest.mark.parametrize("name", ["ImportError", "PTXASError"])

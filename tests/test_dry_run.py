@@ -127,9 +127,9 @@ def test_the_rest_of_a_stopped_run_is_planned(
     imagined = fledge(*resume, "--gpu-memory", 8)
     assert imagined.code == 0 and "4 of them are left" in imagined.out and "are not there" in imagined.out
     small = fledge(*resume, "--gpu-memory", 0.001)  # a resumed run keeps its slots and rows
-    assert small.code == 1 and "does not fit" in small.out and "would fit" not in small.out
+    assert small.code == 1 and "does not fit" in small.out and "--slots or" not in small.out
     fresh = fledge(*words[:-1], tmp_path / "b", "--row-length", 2000, "--dry-run", "--gpu-memory", 0.004)
-    assert fresh.code == 1 and "would fit with --row-length" in fresh.out
+    assert fresh.code == 1 and "or a smaller --row-length" in fresh.out
     assert files_in(tmp_path) == before
     tiny_chats(tmp_path / "chats.jsonl", 41)
     assert (changed := fledge(*resume)).code == 2 and "the data differs from that of the run in" in changed.err
@@ -178,7 +178,7 @@ def test_a_70b_target_fits_on_eight_gpus_only_if_it_is_sharded(memory: int, larg
     machine = ("--gpus", 8, "--gpu-memory", memory)
     whole = fledge(*large, *machine)
     assert whole.code == 1 and "Memory: does not fit" in whole.out, whole.err
-    assert "it would fit with --shard-target." in whole.out
+    assert "--shard-target on several --gpus." in whole.out
     assert gb(whole.out, "the target's weights") == pytest.approx(70.55e9 * 2 / 1e9, rel=0.01)
     sharded = fledge(*large, *machine, "--shard-target")
     assert sharded.code == 0 and "Memory: fits with --impl triton and 8,192 slots" in sharded.out, sharded.err
@@ -192,7 +192,7 @@ def test_a_70b_target_fits_on_eight_gpus_only_if_it_is_sharded(memory: int, larg
 
 
 def test_a_70b_target_on_gpus_of_its_own(large: list[Any], fledge: Fledge) -> None:
-    """Both kinds of ranks are planned, and the target is split over enough GPUs if it does not fit."""
+    """Both kinds of ranks are planned."""
     machine = ("--gpus", 8, "--gpu-memory", 80)
     planned = fledge(*large, *machine, "--target-gpus", 4, "--shard-target", "--rows-per-step", 4)
     assert planned.code == 0, planned.out + planned.err
@@ -209,28 +209,23 @@ def test_a_70b_target_on_gpus_of_its_own(large: list[Any], fledge: Fledge) -> No
     assert gb(planned.out, "hidden states of 4 rows") == pytest.approx(4 * row, abs=0.011)
     assert "steps of 4 rows, 1 on each rank" in planned.out
     refused = fledge(*large, *machine, "--target-gpus", 1)
-    assert refused.code == 1 and (cure := re.search(r"fit with (--target-gpus \d --shard-target)\.", refused.out)), (
-        refused
-    )
-    assert fledge(*large, *machine, *cure[1].split()).code == 0
+    assert refused.code == 1 and "more --target-gpus with --shard-target." in refused.out, refused
 
 
 @pytest.mark.parametrize(
     ("given", "cure"),
     [
-        ("--gpu-memory 80", r"--gpus \d+ --shard-target"),
-        ("--gpu-memory 48 --gpus 8 --shard-target --slots 16000 --row-length 16384", r"--slots \d+"),
-        ("--gpu-memory 48 --gpus 8 --shard-target --row-length 131072", r"--row-length \d+"),
+        ("--gpu-memory 80", "use fewer --slots or a smaller --row-length or --shard-target on several --gpus."),
+        ("--gpu-memory 48 --gpus 8 --shard-target --slots 16000 --row-length 16384", "or more --gpus."),
     ],
 )  # fmt: skip
-def test_the_named_cure_makes_it_fit(given: str, cure: str, large: list[Any], fledge: Fledge, tmp_path: Path) -> None:
+def test_what_takes_less_memory_is_named(
+    given: str, cure: str, large: list[Any], fledge: Fledge, tmp_path: Path
+) -> None:
     text = "the young bird tries its wings " * 40_000
     (tmp_path / "many.jsonl").write_text(json.dumps({"text": text}) + "\n")
     refused = fledge(*large, *given.split())
-    named = re.search(f"would fit with .*?({cure})", refused.out)
-    assert refused.code == 1 and named, refused.out + refused.err
-    cured = fledge(*large, *given.split(), *named[1].split())
-    assert cured.code == 0, cured.out + cured.err
+    assert refused.code == 1 and cure in refused.out, refused.out + refused.err
 
 
 def test_training_from_features_on_disk_is_planned(words: list[Any], fledge: Fledge, tmp_path: Path) -> None:

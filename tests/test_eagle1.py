@@ -119,13 +119,6 @@ def test_triton_layers_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(g, found["eager"][n], rtol=1e-3, atol=1e-4, msg=n)
 
 
-def test_training_of_more_than_one_step_is_refused() -> None:
-    target, draft = pair()
-    row = row_of(DOCUMENTS)
-    with pytest.raises(ValueError, match="EAGLE-1 trains 1 step, not 3"):
-        ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=3))
-
-
 def test_noise() -> None:
     """Feature noise moves the input states of a document by at most scale * 512 / length; the same key gives the same
     noise, and noise changes the loss."""

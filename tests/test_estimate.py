@@ -106,7 +106,8 @@ def test_less_work_takes_less_memory() -> None:
 
     less = [
         taken(impl=replace(FAST, slots=1024)), taken(impl=replace(FAST, recompute=True)), taken(ranks=8),
-        taken(work.resized(8192)), taken(impl=replace(FAST, prefetch=False)),
+        taken(replace(work, tokens=8192, slots=tuple(n // 2 for n in work.slots))),
+        taken(impl=replace(FAST, prefetch=False)),
     ]  # fmt: skip
     more = [taken(replace(work, rows=2)), taken(impl=replace(FAST, slots=8192))]
     assert max(less) < taken() < min(more)

@@ -337,7 +337,7 @@ def test_embeddings_that_are_a_copy_of_the_targets_are_left_out(tmp_path, target
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--to", "tensorrt"], "--to 'tensorrt' is none of vllm, sglang, safeailab, speculators"),
+        (["--to", "tensorrt"], "--to tensorrt is not one of vllm, sglang, safeailab, speculators"),
         (
             ["--to", "sglang"],
             "SGLang (0.5.17 and 0.5.23) cannot serve this draft: it replaces the draft's own embeddings",

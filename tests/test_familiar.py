@@ -46,18 +46,6 @@ def test_a_command_takes_both_names(fledge, monkeypatch):
     assert took[0] == took[1] and took[0].given == took[1].given and took[0].lr == 1e-3
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["train --lr 1e-4 --learning-rate 1e-3", "train --learning-rate=1e-3 --resume run --lr=1e-4",
-     "train --lr 1e-4 --config a.yaml --learning-rate 1e-4 --dry-run"],
-)  # fmt: skip
-def test_a_command_refuses_two_names_of_one_option(fledge, words):
-    done = fledge(*words.split())
-    assert done.code == 2 and "--learning-rate and --lr are the same option; give one of them" in done.err
-    twice = fledge("export", "--to", "vllm", "--draft", "A", "--draft-model", "B")
-    assert "--draft and --draft-model are the same" in twice.err
-
-
 def test_a_list_takes_both_names_and_a_value_may_look_like_one(fledge, monkeypatch):
     took = []
     monkeypatch.setattr("fledge.commands.train.run", lambda options, say, progress: took.append(options))
@@ -123,11 +111,12 @@ def test_the_completed_values_are_those_that_are_accepted():
     from fledge.ops.loss import KINDS
     from fledge.states.layout import PRECISIONS
     from fledge.targets.loading import IMPLEMENTATIONS
-    from fledge.train.setup.recipe import ACTIVATIONS, LOGGERS
 
-    tables = dict(loss=KINDS, impl=IMPLS, activations=ACTIVATIONS, log=LOGGERS,
-                  target_impl=IMPLEMENTATIONS, precision=PRECISIONS, to=ENGINES, dtype=DTYPES)  # fmt: skip
-    assert {name: set(table) for name, table in tables.items()} == {name: set(VALUES[name]) for name in tables}
+    fields = {f.name: f.metadata["choices"] for kind in OPTIONS.values() for f in option_fields(kind)}
+    tables = dict(loss=KINDS, impl=IMPLS, target_impl=IMPLEMENTATIONS, precision=PRECISIONS,
+                  to=ENGINES, dtype=DTYPES)  # fmt: skip
+    for name, table in tables.items():
+        assert set(table) == set(fields[name] or VALUES[name]), name
 
 
 def complete(shell: str, line: str) -> tuple[str, str]:

@@ -16,8 +16,8 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft
 from fledge.ops.loss import KINDS
 from fledge.train import trainer
-from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, longest_row, resize_row
-from fledge.train.objective import simulate_decoding, ttt
+from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, resize_row
+from fledge.train.objective import simulate_decoding
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup import run
 from fledge.train.setup.run import trial_message
@@ -28,24 +28,18 @@ from support.dense import Dense, dense
 from support.files import metrics_of
 from support.mutations import replace_function
 from support.rows import document, row_of
-from support.targets import features_for, tiny_draft, tiny_target, tiny_target_directory
+from support.targets import tiny_target_directory
 
 ROW = row_of([document(4096, (0, 4096))])
 
 
 def test_a_row_resized() -> None:
-    """A shorter row is the row's beginning, with as large a supervised part as the whole row; a longer row repeats its
-    documents."""
+    """A shorter row is the row's beginning, with as large a supervised part as the whole row."""
     row = row_of([document(5, (4, 5)), document(7, (2, 5), (5, 7))], filler=2)
     short = resize_row(row, 8)
     assert torch.equal(short.token_T, row.token_T[:8]) and torch.equal(short.position_T, row.position_T[:8])
     assert short.span_T.tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
-    long = resize_row(row, 31)
-    assert torch.equal(long.token_T, row.token_T.repeat(3)[:31])
-    assert long.documents() == [(0, 5), (5, 12), (12, 14), (14, 19), (19, 26), (26, 28), (28, 31)]
-    assert torch.equal(long.position_T, row.position_T.repeat(3)[:31])
-    assert [t.tolist() for t in long.live(1)] == [[t + n for n in (0, 14) for t in (s.item() for s in row.live(1)[0])]]
-    assert len(set(long.span_T.tolist())) == 1 + 2 * 3, "each copy of a span gets its own number"
+    assert resize_row(row, 31) is row
 
 
 def test_a_row_made_shorter_has_live_slots() -> None:
@@ -166,7 +160,7 @@ def test_choose_takes_the_first_candidate_that_fits(device: Device) -> None:
     assert chosen(3 * 4096 * 2100) == (2048, True, False)
     device.apart = 10**12
     assert chosen(10**12) == (2048, False, False), "with two streams, reserved memory counts, not only allocated memory"
-    with pytest.raises(ValueError, match=r"at most 2,\d\d\d tokens fit \(--row-length\)"):
+    with pytest.raises(ValueError, match=r"rows shorter: 2,048 tokens fit \(--row-length\)"):
         choose(device.trial(), asked, 3 * 4096 * 300)
 
     def hungry(row: Packed, ways: Implementation) -> None:
@@ -177,32 +171,8 @@ def test_choose_takes_the_first_candidate_that_fits(device: Device) -> None:
     most = 1024
     assert choose(Trial(device.draft, [ROW], hungry), asked, 10**12)[0].slots == 1024
     most = 0
-    with pytest.raises(ValueError, match="not even a row of 128 tokens fits"):
+    with pytest.raises(ValueError, match="use fewer --slots"):
         choose(Trial(device.draft, [ROW], hungry), asked, 10**12)
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("fitting", [128, 200, 700, 1500, 4095, 4097, 50_000, 600_000])
-def test_the_longest_row(fitting: int, slots: int, device: Device) -> None:
-    """The longest row has been tried and fits, and a row longer by a tenth does not fit. Few long rows are tried, since
-    each takes minutes."""
-    told: list[tuple[int, int | None]] = []
-
-    def longest() -> int:
-        device.tried, told[:] = [], []
-        available = (3 * slots * fitting + 170) / USABLE_FRACTION
-        return longest_row(device.trial(), Implementation(slots=slots), available, lambda *t: told.append(t))
-
-    found = longest()
-    assert found in device.tried and found <= fitting < 1.1 * found
-    assert sum(device.tried) <= 3 * found or fitting < 4096, (
-        "besides the two rows that prove the result, only short rows are tried"
-    )
-    assert told == [(n, 3 * slots * n + 170) for n in device.tried]
-    device.fits = max(fitting * 2 // 3, 128)
-    found = longest()
-    assert found <= device.fits < 1.1 * found, "the row is also right if the device runs out of memory early"
-    assert {n for n, taken in told if taken is None} == {n for n in device.tried if n > device.fits}
 
 
 def test_messages_about_a_row_that_was_tried() -> None:
@@ -212,10 +182,16 @@ def test_messages_about_a_row_that_was_tried() -> None:
     assert trial_message(2048, None, 78 * gib) == "a row of 2,048 tokens does not fit in GPU memory"
 
 
-def test_no_row_fits(device: Device) -> None:
-    device.fits = 100
-    with pytest.raises(ValueError, match=r"not even a row of 128 tokens fits in the 0\.9 GiB"):
-        longest_row(device.trial(), Implementation(slots=1), 10**9)
+def test_a_row_that_fits_is_named(device: Device) -> None:
+    """Half of the row, a quarter and so on are tried, and each is told."""
+    told: list[tuple[int, int | None]] = []
+    device.fits = 1024
+    with pytest.raises(ValueError, match=r"a row of 4,096 tokens needs more .*: 512 tokens fit \(--row-length\)"):
+        choose(device.trial(), [Implementation(slots=1)], 3000, lambda *t: told.append(t))
+    assert told == [(2048, None), (1024, 3 * 1024 + 170), (512, 3 * 512 + 170)]
+    device.fits, device.tried = 100, []
+    with pytest.raises(ValueError, match=r"than the 0\.9 GiB that the device has; use fewer --slots or"):
+        choose(device.trial(), [Implementation(slots=1)], 10**9)
     assert device.tried == [4096, 2048, 1024, 512, 256, 128]
 
 
@@ -323,27 +299,3 @@ def test_the_estimate_is_what_training_uses(fledge, tmp_path, monkeypatch: pytes
         lines = metrics_of(out)
         used = lines[-1]["peak_gib"] * 2**30
         assert abs(said[-1] - used) <= 0.1 * used, (slots, activations)
-
-
-@pytest.mark.gpu
-def test_the_longest_row_fits_and_no_longer_one() -> None:
-    """With 2 GiB available, a step over the longest row fits, and a step over a row longer by a tenth does not."""
-    shape = dict(hidden_size=512, intermediate_size=1536, head_dim=64, num_attention_heads=8, vocab_size=4000)
-    target = tiny_target(tokenizer=False, max_position_embeddings=8192, **shape)
-    target.model.to("cuda", torch.bfloat16)
-    draft = tiny_draft(target).to("cuda", torch.bfloat16)
-    draft.share_target_weights(target.embedding)
-    assert target.packs  # runs this check of the target before memory is measured
-    row = row_of([document(2048, (i, 2048), seed=i, vocab=4000) for i in range(2)])
-
-    def step(row: Packed, ways: Implementation) -> None:
-        ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=5), ways)
-
-    ways, available = Implementation("triton", "triton", "triton", slots=1024, recompute=True), 2 * 2**30
-    trial = Trial(draft, [row], step)
-    longest = longest_row(trial, ways, available)
-    assert (
-        trial.measure(ways, longest)[0]
-        <= 1.001 * USABLE_FRACTION * available
-        < trial.measure(ways, longest * 11 // 10)[0]
-    )

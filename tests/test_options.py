@@ -152,7 +152,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "data/modes.py": ("generate", "eval"),
     "data/vocab.py": ("train",),
     # the others load no target
-    "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "push", "report")),
+    "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "push", "report", "inspect")),
     "data/template.py": ("train", "generate", "eval", "regenerate"),
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

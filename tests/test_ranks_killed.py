@@ -79,11 +79,11 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def assert_says_which_rank_ended(told: str, run: Path) -> None:
-    """One sentence, with the rank and the command that continues; no traceback of fledge's own."""
-    sentence = rf"^fledge: rank [01] of 2 ended .*; see its log; .*fledge train --resume {re.escape(str(run))}$"
+def assert_says_that_a_rank_ended(told: str, run: Path) -> None:
+    """One sentence, with the command that continues; no traceback of fledge's own."""
+    lost = "(?:rank 1 of 2|another of 2 ranks) ended or did not answer .*; see the log of torchrun"
+    sentence = rf"^fledge: {lost}; .*fledge train --resume {re.escape(str(run))}$"
     assert len(re.findall(sentence, told, re.MULTILINE)) == 1, told
-    assert told.count("rank 0 of 2") + told.count("rank 1 of 2") == 1, told
     assert "KeyboardInterrupt" not in told and "sys.excepthook" not in told and "fledge/train/" not in told, told
 
 
@@ -121,7 +121,7 @@ def test_killed_at_random_moments_ends_bit_for_bit_the_same(
             send_until_it_ends(ranks[1 - killed], signal.SIGTERM)
             _, told = process.communicate(timeout=120)
             assert process.returncode != 0
-            assert_says_which_rank_ended(told, run)
+            assert_says_that_a_rank_ended(told, run)
         else:
             for pid in (process.pid, *ranks_of(process)):
                 os.kill(pid, signal.SIGKILL)

@@ -67,9 +67,9 @@ def test_other_yaml_readers_read_the_same_text(text: str) -> None:
     assert yaml.safe_load(write_yaml({"a": text})) == read_yaml(write_yaml({"a": text})) == {"a": text}
 
 
-def test_plain_scalars_are_those_of_yaml_1_2() -> None:
-    text = "[1e-4, -2.5E+3, .5, 3., 010, yes, on, 12:30, 2024-01-01, ~, True, 1_000, 2,16, '7']"
-    read = [1e-4, -2500.0, 0.5, 3.0, 10, "yes", "on", "12:30", "2024-01-01", None, True, "1_000", 2, 16, "7"]
+def test_numbers_may_have_an_exponent_alone() -> None:
+    text = "[1e-4, -2.5E+3, 2.e3, .5e1, .5, 3., 10, yes, ~, True, 2,16, '7']"
+    read = [1e-4, -2500.0, 2000.0, 5.0, 0.5, 3.0, 10, True, None, True, 2, 16, "7"]
     assert read_yaml(text) == read
 
 
@@ -77,15 +77,14 @@ BAD_YAML = {
     "steps: 3\nsteps: 4\n": "line 2: duplicate key steps; keep one",
     "a: &x [1]\nb: *x\n": "line 1: anchors (&) and aliases (*) are not allowed; repeat the value",
     "b: *x\n": "anchors (&) and aliases (*) are not allowed",
-    "target: !!python/object/apply:os.system [id]\n": "line 1: tags (!) are not allowed",
+    "target: !!python/object/apply:os.system [id]\n": "it is not YAML: could not determine a constructor for the tag",
     "steps: [1\n": "it is not YAML: while parsing a flow sequence",
     "steps: 3\n---\nsteps: 4\n": "it is not YAML: expected a single document",
     "\tsteps: 3\n": "it is not YAML",
-    "3: steps\n": "line 1: a key must be a string; put it in quotes",
-    "? [a]\n: 3\n": "line 1: a key must be a string",
-    "seed: " + "9" * 5000 + "\n": "line 1: a number of 5,000 digits",
+    "3: steps\n": "a recipe consists of lines such as `steps: 1000`",
+    "? [a]\n: 3\n": "found unhashable key",
+    "seed: " + "9" * 5000 + "\n": "Exceeds the limit (4300 digits)",
     "[" * 20_000: "it is nested too deeply",
-    "#" * 1_100_000: "has more than 1,048,576 bytes, which is too large for a recipe",
     "- steps\n": "contains a list of 1; a recipe consists of lines such as `steps: 1000`",
     "steps\n": "contains 'steps'; a recipe consists of lines",
     "a: \x00\n": "it is not YAML: unacceptable character",
@@ -126,16 +125,16 @@ def test_paths_that_cannot_be_recipes_are_refused(tmp_path: Path, fledge) -> Non
         ("steps: many", "steps: 'many' is not of type int | None; change it or leave it out"),
         ("steps: 0", "steps: 0: it must be at least 1; change it"),
         ("steps: 1.5", "steps: 1.5 is not of type int | None"),
-        ("fc_norm: yes", "fc_norm: 'yes' is not of type bool"),
+        ("fc_norm: often", "fc_norm: 'often' is not of type bool"),
         ("data: {a: 1}", "'a' is not an option of a source"),
         ("data: [a.jsonl, 3]", "is not of type list[str]"),
-        ("lr: .nan", "lr: '.nan' is not of type float | None"),
+        ("lr: .nan", "lr: nan: it must be above 0"),
         ("template_kwargs: [1]", "template_kwargs: [1] is not of type str | None"),
         ("resume: run", "resume cannot be set in a file; give --resume on the command line"),
         ("config: other.yaml", "config cannot be set in a file"),
         (
             "method: eagle2",
-            "combined with the given flags: --method eagle2 is not one of eagle3, eagle3.1, peagle, eag",
+            "method: eagle2 is not one of eagle3, eagle3.1, peagle, eagle1; change it or leave it out",
         ),
         ("template_kwargs: {chat_template: x}", "--template-kwargs sets chat_template"),
         ("gamma: 0.5\nmethod: peagle", "--gamma has no effect with P-EAGLE"),
@@ -159,10 +158,11 @@ def test_a_file_may_leave_out_anything(tmp_path: Path) -> None:
     )
     assert not said
     options, _ = merged(
-        tmp_path, "target: t\ndata: d@0.5\ndepth:\naux_layers: [2, 5]\ntemplate_kwargs: {thinking: no}\n"
+        tmp_path,
+        "target: t\ndata: d@0.5\ndepth:\naux_layers: [2, 5]\ntemplate_kwargs: {thinking: no, a: 2024-01-01}\n",
     )
     assert options.data == ["d@0.5"] and options.depth is None and options.aux_layers == "2,5"
-    assert options.template_kwargs == '{"thinking": "no"}' and options.was_given("aux_layers")
+    assert options.template_kwargs == '{"thinking": false, "a": "2024-01-01"}' and options.was_given("aux_layers")
 
 
 def test_flags_override_a_file(tmp_path: Path) -> None:
@@ -226,11 +226,11 @@ def test_contradictions_of_a_flag_with_a_file_are_refused(made: Path, tmp_path: 
 
 
 def test_a_file_does_not_set_trust_remote_code_or_out(made: Path, tmp_path: Path, fledge) -> None:
-    options, said = merged(tmp_path, BASE + "trust_remote_code: true\nout: elsewhere\n")
-    assert options.trust_remote_code is False and options.out == "draft-run"
-    assert "out of" in said[0] and "--out names the directory" in said[0]
-    assert "trust_remote_code of" in said[1] and "Give --trust-remote-code if" in said[1]
-    options, said = merged(tmp_path, BASE + "trust_remote_code: true\n", trust_remote_code=True)
+    options, _ = merged(tmp_path, BASE + "trust_remote_code: true\n")
+    assert options.trust_remote_code is False
+    with pytest.raises(ValueError, match="out cannot be set in a file; give --out on the command line"):
+        merged(tmp_path, BASE + "out: elsewhere\n")
+    options, _ = merged(tmp_path, BASE + "trust_remote_code: true\n", trust_remote_code=True)
     assert options.trust_remote_code is True
 
 

@@ -88,11 +88,10 @@ def commands(made: Path, target: Path, out: Path) -> dict[str, list]:
         "regenerate": ["regenerate", "--target", target, *data, "--out", out / "own.jsonl", "--max-new-tokens", 2],
         "eval": ["eval", "--target", target, "--draft", made / "draft", "--prompts", made / "prompts.jsonl",
                  "--max-new-tokens", 4, "--json"],
-        "inspect": ["inspect", made / "draft", "--target", target],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "regenerate", "eval", "inspect"])
+@pytest.mark.parametrize("command", ["generate", "train", "regenerate", "eval"])
 def test_no_command_runs_code_without_the_flag(command, made, tmp_path, fledge):
     target, marker = bring_code(made / "target", tmp_path)
     went = fledge(*commands(made, target, tmp_path)[command])
@@ -169,11 +168,6 @@ def test_a_run_started_without_the_flag_refuses_it_on_resume(made, tmp_path, fle
     assert recipe_of(tmp_path / "run")["trust_remote_code"] is False
     again = fledge("train", "--resume", tmp_path / "run", "--trust-remote-code")
     assert again.code == 2 and "leave --trust-remote-code out" in again.err
-
-
-def test_a_draft_has_no_code_to_trust(made, fledge):
-    went = fledge("inspect", made / "draft", "--trust-remote-code")
-    assert went.code == 2 and "give --target, or leave --trust-remote-code out" in went.err
 
 
 def test_a_tokenizer_with_code_is_sent_to_the_processes_that_tokenize(made, fledge, tmp_path):

@@ -26,7 +26,6 @@ from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.structure import CACHE_ARGUMENTS, cache_argument
 from fledge.targets.transformers import TransformersTarget
-from fledge.train.memory import resize_row
 from fledge.types import Features, Prompt, Tree
 from support.chats import tiny_chats
 from support.files import reconfigure
@@ -413,7 +412,7 @@ def test_documents_of_one_length_run_as_a_batch(family, monkeypatch):
 
 
 def test_filler_is_not_read(monkeypatch):
-    """The target does not run on filler, at a row's end or in the middle of a repeated row; its features are zeros."""
+    """The target does not run on filler at a row's end; its features are zeros."""
     target, sizes = target_of("Llama"), []
     assert target.packs
     run = target.run_decoder
@@ -421,8 +420,6 @@ def test_filler_is_not_read(monkeypatch):
     row = row_of(9, 7, length=500)
     features = target.features(row, LAYERS)
     assert sizes == [16] and not features.last_TD[16:].any() and not features.aux_TAD[16:].any()
-    again = target.features(resize_row(row, 1000), LAYERS)
-    assert sizes == [16] * 3 and torch.equal(again.last_TD, features.last_TD.repeat(2, 1))
     assert same_features(target.features(row_of(9, length=9), LAYERS), alone(target, row_of(9, length=9)))
 
 
@@ -667,8 +664,6 @@ def test_a_running_state_on_the_command_line(stateful, fledge, tmp_path):
     refused = fledge("generate", "--target", stateful / "target", "--draft", draft, "--prompt", "the bird")
     assert refused.code == 2 and "cannot verify drafts: its state cannot be rolled back" in refused.err
     assert len(refused.err.splitlines()) == 1 and "Decode without a draft" in refused.err
-    shown = fledge("inspect", draft, "--target", stateful / "target")
-    assert shown.code == 0 and "Serve the draft with an engine that can restore such states" in shown.out
 
 
 def test_a_cache_that_forgets_nothing_is_refused(monkeypatch):

@@ -37,7 +37,7 @@ from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.setup.options import ServedOptions
-from fledge.train.setup.target import open_served_features, target_fingerprint
+from fledge.train.setup.target import open_served_features
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
@@ -340,8 +340,7 @@ def test_the_head_of_a_quantized_target(tmp_path: Path) -> None:
     path = tiny_target_directory(tmp_path)
     whole = load_head(path)
     quantized_checkpoint(path)
-    assert load_head(path) is None
-    head = load_head(path, partial_layer=True)
+    head = load_head(path)
     assert torch.equal(head.embedding, whole.embedding) and torch.equal(head.head_weight, whole.head_weight)
     norms = {n: w for n, w in whole.last_layer_weights().items() if "norm" in n}
     found = head.last_layer_weights()
@@ -353,12 +352,7 @@ def test_a_head_that_is_quantized_is_not_taken(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    assert load_head(path, partial_layer=True) is None
-
-
-def test_a_whole_layer_is_the_same_either_way(made: Path) -> None:
-    one, other = (load_head(made / "target", partial_layer=partial) for partial in (False, True))
-    assert target_fingerprint(one) == target_fingerprint(other)
+    assert load_head(path) is None
 
 
 # -- the commands -------------------------------------------------------------------------------------------------

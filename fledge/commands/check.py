@@ -22,7 +22,9 @@ class CheckOptions(Options):
     target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
     trust_remote_code: bool = trust_remote_code_option()
     draft: str = opt("draft model: a directory or hub id")
-    engine: str | None = opt("also check what this engine would refuse or ignore: vllm or sglang", None)
+    engine: str | None = opt(
+        "also check what this engine would refuse or ignore: vllm or sglang", None, choices=("vllm", "sglang")
+    )
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     dtype: str | None = dtype_option()
     files_only: bool = opt(
@@ -35,8 +37,6 @@ class CheckOptions(Options):
         super().__post_init__()
         if self.files_only:
             self.refuse(("device", "dtype"), "with --files-only, which runs no target;")
-        if self.engine not in (None, "vllm", "sglang"):
-            raise ValueError(f"--engine {self.engine} is none of vllm, sglang")
 
 
 def run(options: CheckOptions, progress: ProgressDisplay, printer: ResultPrinter) -> int:

@@ -18,7 +18,7 @@ class ExportOptions(Options):
     """Write a draft's files for vllm, sglang, safeailab (SafeAILab's EAGLE code) or speculators (vllm serve DRAFT)."""
 
     draft: str = opt("the draft: a directory or hub id (owner/name or owner/name@revision)")
-    to: str = opt("vllm, sglang, safeailab or speculators")
+    to: str = opt("vllm, sglang, safeailab or speculators", choices=("vllm", "sglang", "safeailab", "speculators"))
     out: str | None = opt("directory for the files (default: only say which files would be written)", None)
     target: str | None = opt(
         "the target: its name in speculators' files (default: as recorded); for engines, copies of its embeddings are "
@@ -34,13 +34,11 @@ def run(options: ExportOptions, say: Callable[[str], None]) -> None:
     from fledge.check.read_probe import probe_content
     from fledge.drafts.weights import open_draft, read_files, write_files
     from fledge.engines.export import TargetName, export
-    from fledge.engines.support import ENGINES, TITLES, minimum_version, remarks, unsupported
+    from fledge.engines.support import TITLES, minimum_version, remarks, unsupported
     from fledge.io.files import replace_directory
     from fledge.io.hub import architectures, draft_directory
     from fledge.publish.card import CARD
 
-    if options.to not in ENGINES:
-        raise ValueError(f"--to {options.to!r:.60} is none of {', '.join(ENGINES)}")
     out = _free_directory(options.out) if options.out is not None else None
     draft = open_draft(options.draft)
     on_disk, _ = read_draft_and_probe(options.draft)

@@ -35,7 +35,7 @@ class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
     )
     precision: str | None = opt(
         "float32, bfloat16, float16, or fp8 (8 bits for the captured layers, bfloat16 for the final states) (default: "
-        "the dtype of computation, which loses nothing)", None
+        "the dtype of computation, which loses nothing)", None, choices=("float32", "bfloat16", "float16", "fp8"),
     )  # fmt: skip
     aux_layers: str | None = opt(
         "target layers to store, e.g. 2,16,29, or none for EAGLE-1 alone (default: those that EAGLE-3 reads)", None
@@ -62,7 +62,6 @@ def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> 
     """Writes all missing features; with `verify`, reads all features instead. Raises ValueError for damaged features,
     and before writing if the disk budget is too small, or if the directory holds features of other data or options."""
     from fledge.states.directory import verify_features, write_features
-    from fledge.states.layout import PRECISIONS
     from fledge.states.writer import parse_bytes
 
     if options.verify:
@@ -70,8 +69,6 @@ def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> 
         return
     if not options.data:
         raise ValueError("give --data FILE")
-    if options.precision not in (None, *PRECISIONS):
-        raise ValueError(f"--precision {options.precision} is not one of {', '.join(PRECISIONS)}")
     out = check_output_path(options.out, "--out", directory=True)
     budget = None if options.disk_budget is None else parse_bytes(options.disk_budget)
     source, data, documents, held_out = _prepare(options, say, progress)

@@ -21,7 +21,7 @@ class ServeOptions(Options):
     target: str = opt("target model: a directory or hub id (owner/name or owner/name@revision)")
     trust_remote_code: bool = trust_remote_code_option()
     draft: str = opt("draft of the target: a directory or hub id")
-    engine: str = opt("vllm or sglang", "vllm")
+    engine: str = opt("vllm or sglang", "vllm", choices=("vllm", "sglang"))
     depth: int | None = opt("tokens drafted in a round (default: as the draft was trained)", None, minimum=1)
     tree_nodes: int | None = opt(
         "draft a tree of this many nodes, its root included (SGLang; default: a chain)", None, minimum=2, maximum=1024
@@ -109,12 +109,10 @@ def command_of(options: ServeOptions) -> list[str]:
     """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve the
     draft, or needs different files (`fledge export`)."""
     from fledge.drafts.weights import open_draft
-    from fledge.engines.command import ENGINES, Serving, serve_command, trained_depth
+    from fledge.engines.command import Serving, serve_command, trained_depth
     from fledge.engines.export import export
     from fledge.engines.support import TITLES
 
-    if options.engine not in ENGINES:
-        raise ValueError(f"--engine {options.engine} is neither vllm nor sglang")
     draft = open_draft(options.draft)
     if differences := export(draft, options.engine).differences:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fledge.config import RopeConfig, llama_names
 from fledge.io.fields import first_line, parse_dtype, read_json
-from fledge.io.hub import download_files, download_weights, progress_counter, split_revision
+from fledge.io.hub import download_files, download_weights, split_revision
 from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
 from fledge.targets.parts import ModelTarget, TargetParts
 from fledge.targets.quantized import loading_alone, quantization_of, run_once
-from fledge.targets.sharded import fill_with, shard_layers
-from fledge.targets.structure import find_decoder, layers_and_norm
+from fledge.targets.structure import fill_with, find_decoder, layers_and_norm, shard_layers
 from fledge.targets.transformers import TransformersTarget
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
@@ -59,7 +58,7 @@ def load_target(
     `dtype` is a torch dtype or one of the names of `fledge train --dtype`; None is float32 on the CPU, and the
     checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in the model's files runs only with
     `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over the
-    mesh's ranks (`targets.sharded`). All ranks load the model at the same time, and only the first rank reads the
+    mesh's ranks (`shard_layers`). All ranks load the model at the same time, and only the first rank reads the
     weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
     device: the model has sizes, and computes nothing.
 
@@ -84,7 +83,7 @@ def load_target(
             # a quantized model is loaded on the final device, since some quantized models cannot be moved
             place: dict[str, Any] = {"device_map": {"": device}} if quantization and device.type != "cpu" else {}
             download_weights(name, options["revision"])
-            with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
+            with loading_alone(quantization):
                 # sizes that differ are not ignored: `_check_complete` names them
                 model, info = AutoModelForCausalLM.from_pretrained(
                     name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **place, **options
@@ -113,39 +112,33 @@ def load_head(
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
     trust_remote_code: bool = False,
-    partial_layer: bool = False,
 ) -> TargetParts | None:
     """The parts of a target: only the embedding, the head, the last decoder layer (without its experts) and the final
     norm are loaded.
 
     The parts have the properties and `logits` of the whole target, enough for training from stored features; all other
-    layers are on the meta device. Arguments and errors are as in `load_target`. Returns None if the weights cannot be
-    read one by one: for quantized models, for checkpoints without safetensors, and where transformers makes a weight of
-    several tensors in the files.
-
-    With `partial_layer`, the model may be quantized, and weights of the last decoder layer that are quantized or made
-    of several tensors stay on the meta device; `last_layer_weights` leaves them out.
+    layers are on the meta device. Weights of the last layer that are quantized, or that transformers makes of several
+    tensors in the files, also stay on the meta device; `last_layer_weights` leaves them out. Arguments and errors are
+    as in `load_target`. Returns None if embedding, head or norm are quantized, or cannot be read one by one, as from a
+    checkpoint without safetensors.
     """
     device = torch.device(device)
     with _explaining_errors(path):
         name, options, config = _read_config(path, trust_remote_code)
-        if quantization_of(config) and not partial_layer:
-            return None
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
         model = _empty_model(name, config, dtype, options)
         n = config.get_text_config(decoder=True).num_hidden_layers
         layers, norm = layers_and_norm(find_decoder(model, n), n)
-        shapes = {id(p): (key, p.shape) for key, p in model.named_parameters()}
-        ends = model.get_input_embeddings(), model.get_output_embeddings(), norm
+        ends = [model.get_input_embeddings(), model.get_output_embeddings(), norm]
         # experts have other names in the files, and a draft is not initialized from them
         mixture = {id(p) for m in layers[-1].modules() if hasattr(m, "experts") for p in m.parameters()}
-        needed, layer = (
-            dict(shapes[id(p)] for part in parts for p in part.parameters() if id(p) not in mixture)
-            for parts in (ends, layers[-1:])
+        needed, wanted = (
+            {id(p) for part in parts for p in part.parameters()} - mixture for parts in (ends, [*ends, layers[-1]])
         )
-        needed, layer = (needed, layer) if partial_layer else (needed | layer, {})
-        if (found := _read_weights(name, model, needed, layer, options)) is None:
+        keys = {id(p): key for key, p in model.named_parameters()}
+        found = _read_weights(name, model, {keys[i] for i in wanted}, options)
+        if not found.keys() >= {keys[i] for i in needed}:
             return None
         weights = {key: x.to(device, dtype) for key, x in found.items()}
         model.load_state_dict(weights, strict=False, assign=True)
@@ -155,12 +148,10 @@ def load_head(
 
 
 def _read_weights(
-    name: str, model: PreTrainedModel, needed: Mapping[str, torch.Size], more: Mapping[str, torch.Size],
-    options: dict[str, Any],
-) -> dict[str, Tensor] | None:  # fmt: skip
-    """The parameters in a model's safetensors files with the names and shapes of `needed` and `more`, in floating-point
-    numbers of 16 bits or more. The files may have names that transformers changes. None if the files lack a `needed`
-    parameter; a missing parameter of `more` is left out."""
+    name: str, model: PreTrainedModel, wanted: Collection[str], options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The parameters in a model's safetensors files with the names `wanted` and the model's shapes, in floating-point
+    numbers of 16 bits or more. The files may have names that transformers changes. Others are left out."""
 
     def file_of(file: str) -> str | None:
         return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
@@ -170,20 +161,19 @@ def _read_weights(
     else:
         download_files(name, options["revision"], [SAFE_WEIGHTS_NAME])
         if (whole := file_of(SAFE_WEIGHTS_NAME)) is None:
-            return None
+            return {}
         with safe_open(whole, "pt") as f:
             file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
     names = _names_in_files(file_by_key, model)
-    shapes = {**needed, **more}
-    keys = {key: names[key] for key in shapes if key in names}
+    keys = {key: names[key] for key in wanted if key in names}
     found: dict[str, torch.Tensor] = {}
     files = {file_by_key[stored] for stored in keys.values()}
     download_files(name, options["revision"], files)
     for file in files:
         with safe_open(file_of(file), "pt") as f:
             found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
-    found = {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
-    return found if found.keys() >= needed.keys() else None
+    shapes = {key: p.shape for key, p in model.named_parameters()}
+    return {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
 
 
 def _names_in_files(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
@@ -366,22 +356,11 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
                 f"the target {path} has no files of a tokenizer (tokenizer.json, or those of its kind), or lacks some; "
                 "copy them from where the model is from"
             ) from e
-        if not Path(path).exists() and (adapter := _adapter_on_hub(path)):
-            raise ValueError(f"the target {path} {adapter}") from e
         hub = "" if Path(path).exists() else "it is not a local directory, and as a hub id: "
         raise ValueError(f"the target {path} cannot be loaded: {hub}{first_line(e).rstrip('.')}{_remedy(e)}") from e
     finally:
         if progress_bar_was_enabled:
             logging.enable_progress_bar()
-
-
-def _adapter_on_hub(path: str | Path) -> str:
-    """`_adapter` of a hub id; empty if no adapter is found there."""
-    name, revision = split_revision(path)
-    found = None
-    with contextlib.suppress(Exception):  # offline, unknown or private id: the error of the model's config says so
-        found = cached_file(name, "adapter_config.json", revision=revision)
-    return _adapter(Path(found), name) if found else ""
 
 
 def _remedy(e: Exception) -> str:
@@ -393,28 +372,3 @@ def _remedy(e: Exception) -> str:
     if "couldn't connect" in str(e):
         return ". Check its name; without a connection, only directories and downloaded models can be loaded"
     return ""
-
-
-@contextlib.contextmanager
-def counting_tensors(label: str) -> Iterator[None]:
-    """Context manager: transformers' loading of weights is counted, if progress is shown (`fledge.io.progress`)."""
-    if (counter := progress_counter()) is None:
-        yield
-        return
-
-    def counted(items: Iterable[Any]) -> Iterator[Any]:
-        items = list(items)
-        with counter(label, len(items), unit="tensors") as advance:
-            for item in items:
-                yield item
-                advance(1)
-
-    def bar(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        loads = kwargs.get("desc") == "Loading weights" and args
-        return counted(args[0]) if loads else make(*args, **kwargs)
-
-    before = logging.set_tqdm_hook(bar)
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)

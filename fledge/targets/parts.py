@@ -13,10 +13,10 @@ from fledge.config import RopeConfig, llama_names
 from fledge.targets import checks
 from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, Target, TrainingTarget
 from fledge.targets.quantized import quantization_of, weight_of
-from fledge.targets.sharded import gathered
 from fledge.targets.structure import (
     find_decoder,
     fix_longrope,
+    gathered,
     last_layer_weights,
     layers_and_norm,
     use_few_row_products,
@@ -36,7 +36,7 @@ class TargetParts(Target):
     The model's layers may be on several devices, as placed by transformers' `device_map`. `device` is then the device
     of the embedding, where tokens are expected and where hidden states and logits are returned.
 
-    `sharded` tells whether the layers are sharded over several ranks (`targets.sharded`). `quantization` names the
+    `sharded` tells whether the layers are sharded over several ranks (`shard_layers`). `quantization` names the
     format of quantized weights, and is empty otherwise. For quantized weights, `head_weight` and the last layer's
     weights are the weights that the format's modules compute with. `moves` counts how often `follow_weights` has found
     the weights elsewhere.

@@ -30,8 +30,6 @@ USABLE_FRACTION = 0.93  # of the device's memory; the rest is left for fragmenta
 UPDATE_BYTES = 6  # per parameter during the update: the 16-bit gradient and its float32 sum
 GRADIENT_SUM_BYTES = 4  # per parameter during the whole step, if a step has several rows
 MIN_TOKENS = 128  # the shortest row that is tried
-TOLERANCE = 0.1  # relative precision of the longest row that fits
-MAX_GROWTH = 8  # the next row to try is at most this many times as long as the longest that fits
 
 # runs a forward and backward pass; returns an object that holds all tensors which are alive when the draft is updated
 RunStep = Callable[[Packed, Implementation], Any]
@@ -92,7 +90,9 @@ def choose(
 ) -> tuple[Implementation, int]:
     """Returns the first candidate whose step fits in `available` bytes, and the step's bytes.
 
-    If none fits, searches for the longest row that fits (`longest_row`, with `report`) and raises DoesNotFit with it.
+    If none fits, tries half of the row, a quarter and so on with the last candidate, and raises DoesNotFit with the
+    first length that fits. `report` is called with each length and the bytes of a row, or None if the device ran out of
+    memory.
     """
     for impl in candidates:
         try:
@@ -101,71 +101,30 @@ def choose(
             continue
         if with_unusable <= USABLE_FRACTION * available:
             return impl, taken
-    longest = longest_row(trial, candidates[-1], available, report)
+    cure, tokens = "use fewer --slots or a smaller --draft-vocab", trial.length
+    while (tokens := tokens // 2) >= MIN_TOKENS:
+        try:
+            _, taken = trial.measure(candidates[-1], tokens)
+        except torch.OutOfMemoryError:
+            taken = None
+        report(tokens, taken)
+        if taken is not None and taken <= USABLE_FRACTION * available:
+            cure = f"make rows shorter: {tokens:,} tokens fit (--row-length)"
+            break
     raise DoesNotFit(
         f"a training step over a row of {trial.length:,} tokens needs more than the {available / 2**30:.1f} GiB that "
-        f"the device has; make rows shorter: at most {longest:,} tokens fit (--row-length)"
+        f"the device has; {cure}"
     )
-
-
-def longest_row(trial: Trial, impl: Implementation, available: int, report: Report = lambda *_: None) -> int:
-    """The length in tokens of the longest row that fits in `available` bytes, to within a tenth.
-
-    The returned length fits; a length at most a tenth above it does not. The trial's rows are resized to the lengths
-    tried. `report` is called with each length and the bytes of a row, or None if the device ran out of memory. Raises
-    DoesNotFit if a row of MIN_TOKENS tokens does not fit.
-    """
-    limit = USABLE_FRACTION * available
-    bytes_of: dict[int, int | None] = {}
-    tokens = max(trial.length, MIN_TOKENS)
-    while True:
-        try:
-            _, bytes_of[tokens] = trial.measure(impl, tokens)
-        except torch.OutOfMemoryError:
-            bytes_of[tokens] = None
-        report(tokens, bytes_of[tokens])
-        fit = [n for n, taken in bytes_of.items() if taken is not None and taken <= limit]
-        too_long = min(bytes_of.keys() - fit, default=None)
-        if too_long == MIN_TOKENS:
-            raise DoesNotFit(
-                f"not even a row of {MIN_TOKENS} tokens fits in the {available / 2**30:.1f} GiB that the device has; "
-                "use fewer --slots or a smaller --draft-vocab"
-            )
-        if fit and too_long is not None and too_long <= (1 + TOLERANCE) * max(fit):
-            return max(fit)
-        tokens = _next_length(bytes_of, max(fit), too_long, limit) if fit else max(too_long // 2, MIN_TOKENS)
-
-
-def _next_length(bytes_of: dict[int, int | None], fits: int, too_long: int | None, limit: float) -> int:
-    """The next length to try, given the longest length that fits and the shortest that does not (None: none known).
-
-    Extrapolates the bytes linearly to the limit, from `fits` and a second measured length. A trial of a long row takes
-    minutes, so the search tries few lengths: first a length that should just fit, then a length above by the tolerance.
-    """
-    other = too_long if bytes_of.get(too_long) else max((n for n in bytes_of if n < fits), default=0)
-    bytes_per_token = (bytes_of[fits] - bytes_of.get(other, 0)) / (fits - other)
-    predicted = fits + (limit - bytes_of[fits]) / max(bytes_per_token, 1)
-    length = min(max(int(predicted / (1 + TOLERANCE / 3)), int((1 + TOLERANCE) * fits)), MAX_GROWTH * fits)
-    return length if too_long is None or length < too_long else (fits + too_long) // 2
 
 
 def resize_row(row: Packed, tokens: int) -> Packed:
-    """The row cut or repeated to `tokens` tokens.
-
-    A repeated row has distinct documents and spans. A cut row has the same share of supervised tokens, at the start of
-    the row, but at least 3 supervised tokens, which give a live slot.
-    """
-    times = -(-tokens // row.token_T.numel())
-    token, span, position, doc = (
-        x.repeat(times)[:tokens] for x in (row.token_T, row.span_T, row.position_T, row.doc_T)
-    )
-    copy = torch.arange(times, dtype=torch.int32).repeat_interleave(row.token_T.numel())[:tokens]
-    doc = torch.where(doc >= 0, doc + copy * (1 + int(row.doc_T.max())), doc)
-    if tokens < row.token_T.numel():
-        share = (row.span_T >= 0).float().mean().item()
-        span = torch.where(torch.arange(tokens) < max(share * tokens, 3), doc, -1)
-    else:
-        span = torch.where(span >= 0, span + copy * (1 + int(row.span_T.max())), -1)
+    """The first `tokens` tokens of a row. The same share of tokens as in the whole row is supervised, at the start of
+    the row, but at least 3 tokens, which give a live slot."""
+    if tokens >= row.token_T.numel():
+        return row
+    token, position, doc = row.token_T[:tokens], row.position_T[:tokens], row.doc_T[:tokens]
+    share = (row.span_T >= 0).float().mean().item()
+    span = torch.where(torch.arange(tokens) < max(share * tokens, 3), doc, -1)
     return Packed(token, span, position, doc)
 
 
@@ -255,11 +214,6 @@ class Work:
         config = self.draft.config
         states = (config.num_aux_hidden_states + 1) * config.target_hidden_size
         return states * self.draft.dtype.itemsize * self.tokens
-
-    def resized(self, tokens: int) -> Work:
-        """Rows of fewer tokens, with the same share of slots."""
-        slots = tuple(-(-n * tokens // self.tokens) for n in self.slots)
-        return replace(self, tokens=tokens, slots=slots, document=min(self.document, tokens))
 
 
 def memory_parts(work: Work, impl: Implementation, machine: Machine) -> dict[str, int]:

@@ -36,14 +36,8 @@ def ttt_queued(
     The gradients of the loss, a sum over slots, are added to the parameters' `.grad` if gradients are enabled. The row
     is on the CPU; features and draft may be on any devices. `teacher` maps final hidden states [n, D] to the target's
     logits [n, V]; the teacher of slot t at step k is the target's distribution after x_{t+1+k}. `key` is the seed of
-    the feature noise and of the dropped slots. A row without live slots gives zeros. Raises ValueError if the
-    objective's depth is not the depth that the method requires (EAGLE-1: 1).
+    the feature noise and of the dropped slots. A row without live slots gives zeros.
     """
-    fixed = draft.family.trained_depth
-    if fixed is not None and objective.depth != fixed:
-        raise ValueError(
-            f"{draft.family.title} trains {fixed} step, not {objective.depth}; set the objective's depth to {fixed}"
-        )
     steps = row_pass(draft, row, features, objective, implementation, key)
     # no variable holds a chunk: a chunk is freed before the next chunk is computed
     parts = [

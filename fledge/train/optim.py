@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from fledge.ops.training import zeros_fp32
 from fledge.train.ranks import ALONE, Ranks
 
-OPTIMIZERS = ("adamw", "muon")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 MOMENTUM = 0.95  # of Muon
 MUON_SCALE = 0.2  # the root mean square of AdamW's updates, about, which lets Muon use the same learning rates

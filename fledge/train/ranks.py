@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,126 +20,25 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-PATIENCE = timedelta(seconds=5)  # after a failed communication, the wait for another rank's answer or message
-REAPING_SECONDS = 1.0  # the wait until a rank's parent process notices the end of the rank
-POLL_SECONDS = 0.05
-SENTENCE = "what was lost"  # a key of the store; the store keeps the first message written
-
-
-@dataclass(frozen=True)
-class Process:
-    """The process of a rank. `parent` tells sibling processes from processes of another container with the same
-    host."""
-
-    host: str
-    parent: int
-    id: int
-
-    @classmethod
-    def current(cls) -> Process:
-        return cls(socket.gethostname(), os.getppid(), os.getpid())
-
-    def has_ended(self) -> bool:
-        """Whether the process has ended; False if unknown, as for a process of another host."""
-        ours = Process.current()
-        if (self.host, self.parent) != (ours.host, ours.parent):
-            return False
-        with contextlib.suppress(OSError):  # an ended process is a zombie until the parent reads the exit status
-            return Path(f"/proc/{self.id}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        try:
-            os.kill(self.id, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False
-
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether torch.distributed raised an error because of another rank. gloo raises a plain RuntimeError."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
-def lost_sentence(
-    error: BaseException, where: str, seconds: float, rank: int, processes: Sequence[Process], host: Any, store: Any,
-    awaited: int | None = None,
-) -> str:  # fmt: skip
-    """The message for a communication of `rank` that failed after `seconds` seconds: names the ranks that ended or did
-    not answer. All ranks get the first rank's message through the `store`, if the store still answers.
-
-    `host` is the gloo group of all ranks. `awaited` is the rank at the other end of the communication (None: all
-    ranks communicated). Takes up to twice PATIENCE.
-    """
-    total = len(processes)
-    with contextlib.suppress(RuntimeError):  # the process of the store has ended
-        if store.check([SENTENCE]):  # another rank has named the lost rank, and further ranks may have ended since
-            return str(store.get(SENTENCE).decode())
-    if ended := _ended(processes):
-        found = f"{_named(ended, total)} ended {where}; see {'its' if len(ended) == 1 else 'their'} log"
-        return _agreed(store, found)
-    missing = _missing(error) if awaited is None else [awaited]
-    if missing is None:
-        try:
-            dist.monitored_barrier(host, PATIENCE, wait_all_ranks=True)
-        except RuntimeError as e:
-            missing = _missing(e)
-    if not missing and rank:  # only rank 0 learns which ranks are missing
-        with contextlib.suppress(RuntimeError):
-            store.wait([SENTENCE], PATIENCE)
-            return str(store.get(SENTENCE).decode())
-        missing = [0]
-    subject = _named(missing, total) if missing else "another rank"
-    return _agreed(store, f"{subject} did not answer for {duration(seconds)} {where}; see the log")
-
-
-def duration(seconds: float) -> str:
-    """A duration as text: in seconds, or in minutes from two minutes on."""
-    count, unit = (round(seconds), "second") if seconds < 120 else (round(seconds / 60), "minute")
-    return f"{count:,} {unit}{'s' * (count != 1)}"
-
-
-def _ended(processes: Sequence[Process]) -> list[int]:
-    """The ranks that have ended. Waits up to REAPING_SECONDS: a rank's connection closes before the process ends."""
-    until = time.monotonic() + REAPING_SECONDS
-    while True:
-        ended = [rank for rank, process in enumerate(processes) if process.has_ended()]
-        if ended or time.monotonic() > until:
-            return ended
-        time.sleep(POLL_SECONDS)
-
-
-def _missing(error: BaseException) -> list[int] | None:
-    """The ranks that a monitored barrier names on rank 0; None for other errors."""
-    match = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))
-    return [int(rank) for rank in match[1].split(",")] if match else None
-
-
-def _named(ranks: Sequence[int], total: int) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {total}"
-
-
-def _agreed(store: Any, sentence: str) -> str:
-    """The first message that a rank has put in the store; `sentence` if the store does not answer."""
-    try:
-        return str(store.compare_set(SENTENCE, "", sentence).decode()) or sentence
-    except RuntimeError:
-        return sentence
-
-
 T = TypeVar("T")
 
-PLACEMENTS = ("shard", "replicate")
 STORE_TIMEOUT = timedelta(seconds=5)  # for torchrun's store to answer, after an error
 RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of the last collective
 
 
 class RankError(ConnectionError):
-    """Another rank failed, ended or did not answer within the time limit. The message names the rank."""
+    """Another rank failed, ended or did not answer within the time limit. The message names a rank that failed."""
 
 
 class LostRankError(RankError):
     """Another rank ended, or did not answer: the run can be continued. Once raised, SIGTERM is ignored, since torchrun
-    may send SIGTERM before this rank has named the lost rank."""
+    may send SIGTERM before this rank has printed the message."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +46,8 @@ class Ranks:
     """The ranks that train one draft together. The defaults are a run of a single process, without communication.
 
     Each training rank computes the gradient of its own rows, a sum over slots. `reduced` adds the ranks' sums and gives
-    each rank the part to update, and `whole` collects the updated weights. With `placement` "shard", every rank keeps
-    and updates an equal part of the float32 weights and of the optimizer's moments; with "replicate", each rank keeps
-    all weights and moments.
+    each rank the part to update, and `whole` collects the updated weights. Every rank keeps and updates an equal part
+    of the float32 weights and of the optimizer's moments.
 
     The ranks below `size` are training ranks. `target_ranks` more ranks are target ranks, which hold only the target
     and send hidden states to the training ranks (`fledge.train.feed`). Target ranks use only the methods under
@@ -163,12 +58,10 @@ class Ranks:
     `saving` are gloo groups for objects in host memory. `host` has all ranks, and serves the training loop. `saving`
     has the training ranks, and serves checkpoints, which are written during the training loop. `feeds` has a group for
     each target rank, of the target rank and all training ranks. `limit` is the longest wait of a rank for another rank.
-    `processes` has the process of every rank. Through `store`, the ranks agree on the message about a lost rank.
     """
 
     rank: int = 0
     size: int = 1
-    placement: str = "replicate"
     mesh: DeviceMesh | None = None
     host: Any = None
     saving: Any = None
@@ -176,8 +69,6 @@ class Ranks:
     target_ranks: int = 0
     training: Any = None
     feeds: tuple[Any, ...] = ()
-    processes: tuple[Process, ...] = ()
-    store: Any = None
 
     @property
     def leads(self) -> bool:
@@ -197,7 +88,7 @@ class Ranks:
     @property
     def shards(self) -> bool:
         """Whether each rank keeps a part of the optimizer's state."""
-        return self.size > 1 and self.placement == "shard"
+        return self.size > 1
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -223,13 +114,8 @@ class Ranks:
         return distribute_tensor(whole, self.mesh, [Shard(0)]) if self.shards and whole.dim() else whole
 
     def reduced(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of the training ranks' tensors over these ranks, placed as by `distribute`. Without shards, the
-        tensors are overwritten."""
-        if self.size == 1:
-            return list(sums)
+        """The sums of the training ranks' tensors over these ranks, placed as by `distribute`."""
         if not self.shards:
-            for waiting in [dist.all_reduce(x, group=self.training, async_op=True) for x in sums]:
-                waiting.wait()
             return list(sums)
         parts = [DTensor.from_local(x, self.mesh, [Partial()], run_check=False) for x in sums]
         return [x.redistribute(placements=[Shard(0) if x.dim() else Replicate()]) for x in parts]
@@ -253,7 +139,7 @@ class Ranks:
         Called before the ranks communicate on the device, where a missing rank would leave the others waiting. A rank
         with a `failure` raises the failure, and all other ranks raise a RankError that names the rank and the failure.
         Unless all ranks failed alike, the failure also gets a note with the rank (`error_sentence`). Raises
-        LostRankError, naming the rank, if a rank has ended or does not come within `limit`. `group` is `host` (None) or
+        LostRankError if a rank has ended or does not come within `limit`. `group` is `host` (None) or
         `saving`, which has only the training ranks.
         """
         group = group or self.host
@@ -264,18 +150,16 @@ class Ranks:
             return [told]
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         named = f"rank {{}} of {self.total} failed {where}: {{}}"
-        began = time.monotonic()
         try:
             dist.monitored_barrier(group, self.limit, wait_all_ranks=True)
             answers: list[Any] = [None] * size
             dist.all_gather_object(answers, (message, told), group=group)
         except RuntimeError as e:
-            if failure is not None:
-                if not isinstance(failure, RankError):  # a RankError names a rank already
-                    failure.add_note(named.format(self.rank, message))
-                raise failure from e
-            raise self._lost(e, where, began) from e
+            if failure is None:
+                raise self._lost(e, where) from e
+            answers = []
         if failure is not None:
+            # a RankError names a rank already
             if not isinstance(failure, RankError) and {problem for problem, _ in answers} != {message}:
                 failure.add_note(named.format(self.rank, message))
             raise failure
@@ -287,22 +171,22 @@ class Ranks:
     @contextmanager
     def collective(self, where: str, awaited: int | None = None) -> Iterator[None]:
         """Context manager: a block in which all ranks communicate, or this rank with the rank `awaited`. Raises
-        LostRankError, naming the lost rank, if a rank ends or does not answer during the block."""
-        began = time.monotonic()
+        LostRankError if a rank ends or does not answer during the block."""
         try:
             yield
         except RuntimeError as e:
             if self.total == 1 or not is_communication_error(e):
                 raise
-            raise self._lost(e, where, began, awaited) from e
+            raise self._lost(e, where, awaited) from e
 
-    def _lost(self, error: RuntimeError, where: str, began: float, awaited: int | None = None) -> LostRankError:
-        seconds = time.monotonic() - began
+    def _lost(self, error: RuntimeError, where: str, awaited: int | None = None) -> LostRankError:
+        """Names the lost rank if this rank was waiting for a single rank, or if a barrier on rank 0 names ranks."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun would end this rank before the error message
-        return LostRankError(
-            lost_sentence(error, where, seconds, self.rank, self.processes, self.host, self.store, awaited)
-        )
+        missing = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))
+        names = str(awaited) if awaited is not None else missing[1] if missing else ""
+        subject = f"rank{'s' * (',' in names)} {names} of {self.total}" if names else f"another of {self.total} ranks"
+        return LostRankError(f"{subject} ended or did not answer {where}; see the log of torchrun")
 
     @contextmanager
     def together(self, where: str) -> Iterator[None]:
@@ -371,7 +255,7 @@ def local_rank() -> int:
 
 
 @contextmanager
-def connected(device: torch.device, placement: str, limit: timedelta, target_ranks: int = 0) -> Iterator[Ranks]:
+def connected(device: torch.device, limit: timedelta, target_ranks: int = 0) -> Iterator[Ranks]:
     """Context manager: joins the ranks that torchrun has started, or yields the ranks of a single process.
 
     `device` is this rank's device: ranks on GPUs communicate through NCCL, ranks on CPUs through gloo. The last
@@ -391,10 +275,7 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
         device_id=device if gpu else None,
     )  # fmt: skip
     try:
-        ranks = _grouped(device, placement, limit, rank, total - target_ranks, target_ranks)
-        processes: list[Any] = [None] * total
-        dist.all_gather_object(processes, Process.current(), group=ranks.host)
-        yield replace(ranks, processes=tuple(processes), store=store)
+        yield _grouped(device, limit, rank, total - target_ranks, target_ranks)
     finally:
         dist.destroy_process_group()
         # After a collective, gloo's threads take Python's GIL to release the collective's tensors. A thread that waits
@@ -402,13 +283,13 @@ def connected(device: torch.device, placement: str, limit: timedelta, target_ran
         time.sleep(RELEASE_SECONDS)
 
 
-def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, size: int, target_ranks: int) -> Ranks:
+def _grouped(device: torch.device, limit: timedelta, rank: int, size: int, target_ranks: int) -> Ranks:
     """The ranks, with their process groups. All ranks make the groups, in the same order, except `saving`: only the
     training ranks make `saving`, which is None on target ranks."""
     host = dist.new_group(backend="gloo", timeout=limit)
     if not target_ranks:
         mesh = init_device_mesh(device.type, (size,))
-        return Ranks(rank, size, placement, mesh, host, dist.new_group(backend="gloo", timeout=limit), limit)
+        return Ranks(rank, size, mesh, host, dist.new_group(backend="gloo", timeout=limit), limit)
     first, others = list(range(size)), list(range(size, size + target_ranks))
     # made by the members alone: otherwise, ranks outside the group split the NCCL communicator, members of a gloo group
     # do not, and both wait for each other
@@ -417,4 +298,4 @@ def _grouped(device: torch.device, placement: str, limit: timedelta, rank: int, 
     # a group for each sender, since a group's sends wait for each other
     feeds = tuple(dist.new_group([*first, sender], timeout=limit) for sender in others)
     mesh = DeviceMesh.from_group(training if rank < size else targets, device.type)
-    return Ranks(rank, size, placement, mesh, host, saving, limit, target_ranks, training, feeds)
+    return Ranks(rank, size, mesh, host, saving, limit, target_ranks, training, feeds)

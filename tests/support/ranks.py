@@ -57,7 +57,7 @@ def connect(
 ) -> Iterator[Ranks]:
     """Context manager: connects the first `world` processes."""
     become(rank, world, port)
-    with connected(torch.device("cpu"), "shard", limit, target_ranks) as ranks:
+    with connected(torch.device("cpu"), limit, target_ranks) as ranks:
         yield ranks
 
 

@@ -26,8 +26,6 @@ from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, BEFORE, feed
 from fledge.train.memory import (
-    CANDIDATES,
-    MIN_TOKENS,
     USABLE_FRACTION,
     DoesNotFit,
     Machine,
@@ -50,8 +48,6 @@ from fledge.train.trainer import Progress, Schedule, optimizer_step, upcoming_ro
 
 GB = 10**9
 WARM_UP, TIMED = 2, 3  # steps; the first ones compile kernels
-MORE_GPUS = (2, 4, 8, 16)  # numbers of GPUs that a cure may name
-FEW_SLOTS = 64  # slots in flight that a cure names on a CPU
 
 Say = Callable[[str], None]
 # seconds of the timed steps, their tokens without filler, and the peak of a GPU's allocated bytes (None on a CPU)
@@ -112,27 +108,14 @@ class Plan:
     def fits_disk(self) -> bool:
         return self.disk[0] <= self.disk[1]
 
-    def cures(self) -> list[str]:
-        """Options that make the run fit in memory, each by itself; empty if no option is enough."""
-        machine, smallest, ways = self.machine, self.asked[-1], []  # of each way, the first change that fits is named
-        if not self.resumed:  # a resumed run keeps its slots and rows
-            fewest = min(n for n, *_ in CANDIDATES) if machine.device == "cuda" else FEW_SLOTS
-            ways.append({f"--slots {fewest}": dict(asked=(replace(smallest, slots=min(fewest, smallest.slots)),))})
-            halves = [n for i in range(1, 64) if (n := self.work.tokens >> i) >= MIN_TOKENS]
-            ways.append(
-                {f"--row-length {n} (and --max-length no longer)": dict(work=self.work.resized(n)) for n in halves}
-            )
-        if machine.apart:
-            counts = range(max(machine.apart, 2), machine.ranks)
-            split = {f"--target-gpus {n} --shard-target": replace(machine, apart=n, split=True) for n in counts}
-        else:
-            gpus = {n: f"--gpus {n} --shard-target" for n in MORE_GPUS if n > machine.ranks}
-            gpus = {machine.ranks: "--shard-target"} | gpus if machine.ranks > 1 else gpus
-            split = {words: replace(machine, ranks=n, split=True) for n, words in gpus.items()}
-        if machine.device == "cuda" or machine.apart:
-            ways.append({words: dict(machine=changed) for words, changed in split.items()})
-        firsts = (next((words for words in way if replace(self, **way[words]).fits_memory), None) for way in ways)
-        return [words for words in firsts if words]
+    def cure(self) -> str:
+        """Options that take less memory."""
+        ways = [] if self.resumed else ["fewer --slots", "a smaller --row-length"]  # a resumed run keeps both
+        if self.machine.apart:
+            ways.append("more --target-gpus with --shard-target")
+        elif self.machine.device == "cuda":
+            ways.append("more --gpus" if self.machine.split else "--shard-target on several --gpus")
+        return "use " + " or ".join(ways) if ways else "choose a machine with more memory"
 
 
 def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrinter, display: ProgressDisplay) -> int:
@@ -212,7 +195,7 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
     draft = draft_sizes(recipe, target)
     documents, _ = training_data(recipe, target, say, progress)
     rows = pack_rows(recipe, target, documents, say)
-    ranks = Ranks(size=machine.trains, placement="shard")
+    ranks = Ranks(size=machine.trains)
     lockstep = machine.split and not machine.apart
     schedule = make_schedule(recipe, rows, draft.config.hidden_size, ranks, lockstep, say)
     saved = directory.load_progress() if options.resume else None
@@ -291,11 +274,7 @@ def _memory_verdict(plan: Plan) -> str:
     text = f"with {how}, {taken} of {format_bytes(machine.memory)}{reserve}"
     if plan.fits_memory:
         return f"Memory: fits {text}."
-    cures = plan.cures()
-    cure = "it would fit with " + ", or with ".join(cures)
-    if not cures:
-        cure = "choose a machine with more memory, a smaller target, or a smaller --draft-vocab"
-    return f"Memory: does not fit {text}; {cure}."
+    return f"Memory: does not fit {text}; {plan.cure()}."
 
 
 def _steps(plan: Plan) -> str:

@@ -94,7 +94,7 @@ def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
             device = torch.device("cuda", local_rank())
             resolve_device(str(device))  # there may be fewer GPUs than processes
     limit = timedelta(minutes=options.rank_timeout)
-    with connected(device, "shard", limit, options.target_gpus or 0) as ranks:
+    with connected(device, limit, options.target_gpus or 0) as ranks:
         yield ranks
 
 

@@ -117,8 +117,9 @@ class ObjectiveOptions(Options):
         "one) (default: 5, or that of the --init-from draft)", None, minimum=1, maximum=64,
     )  # fmt: skip
     loss: str = opt(
-        "loss function: ce, kl, accept (-log of the acceptance rate α), or mixed (kl while α is low, then 1 - α)", "ce"
-    )
+        "loss function: ce, kl, accept (-log of the acceptance rate α), or mixed (kl while α is low, then 1 - α)", "ce",
+        choices=("ce", "kl", "accept", "mixed"),
+    )  # fmt: skip
     gamma: float = opt(
         "the loss of draft step k is weighted by gamma^k (P-EAGLE: always 1)", 0.8, greater_than=0, maximum=1
     )
@@ -155,7 +156,7 @@ class ScheduleOptions(Options):
     warmup: float = opt("fraction of the steps over which the learning rate warms up", 0.05, minimum=0, maximum=1)
     optimizer: str = opt(
         "muon (Muon for the matrices of the draft's layers, AdamW for the rest), or adamw; learning rates are the same",
-        "muon",
+        "muon", choices=("adamw", "muon"),
     )  # fmt: skip
     weight_decay: float = opt("weight decay, applied to matrices only", 0.01, minimum=0)
     clip: float = opt("maximum gradient norm", 1.0, greater_than=0)
@@ -189,13 +190,17 @@ class ComputeOptions(Options):
     panel: ClassVar[str] = "Computing"
     device: str = opt("device: auto, cpu, cuda, cuda:1, ...", "auto")
     impl: str | None = opt(
-        "implementation of the training step: eager, flex or triton (default: triton on a GPU, otherwise eager)", None
-    )
+        "implementation of the training step: eager, flex or triton (default: triton on a GPU, otherwise eager)", None,
+        choices=("eager", "flex", "triton"),
+    )  # fmt: skip
     slots: int | None = opt(
         "number of slots in flight; fewer take less memory (default: as many as fit in GPU memory, up to 8,192; 256 on "
         "a CPU)", None, minimum=1
     )  # fmt: skip
-    activations: str = opt("activations of the MLP: keep, recompute, or auto (recompute if necessary to fit)", "auto")
+    activations: str = opt(
+        "activations of the MLP: keep, recompute, or auto (recompute if necessary to fit)", "auto",
+        choices=("keep", "recompute", "auto"),
+    )  # fmt: skip
 
     @property
     def gpu(self) -> bool:
@@ -240,7 +245,6 @@ SWITCHES = tuple(f.name for f in option_fields(ShapeOptions) if f.type == "bool"
 MACHINE = names_of(MachineOptions)
 MOVABLE = ("features_from", "features_map", "api_key_env")  # may have another value when a run is continued
 WITH_RESUME = ("resume", "trust_remote_code", *MOVABLE, *MACHINE)  # may be given together with --resume
-NOT_FROM_FILE = ("out", "trust_remote_code")  # are not set by a --config file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,12 +270,13 @@ class TrainOptions(
         "continue training this draft, a directory or hub id; its vocabulary and shape are kept", None
     )
     method: str | None = opt(
-        f"draft method: {', '.join(CHOICES)} (default: eagle3, or the method of the --init-from draft)", None
-    )
+        f"draft method: {', '.join(CHOICES)} (default: eagle3, or the method of the --init-from draft)", None,
+        choices=CHOICES,
+    )  # fmt: skip
     train_embeddings: bool = opt(
         "train token embeddings of the draft's own (SGLang replaces them by the target's)", False
     )
-    log: str | None = opt("also log metrics to tensorboard or wandb", None)
+    log: str | None = opt("also log metrics to tensorboard or wandb", None, choices=("tensorboard", "wandb"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

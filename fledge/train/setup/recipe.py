@@ -18,11 +18,8 @@ from fledge.io.fields import parse_dtype
 from fledge.io.http import refuse_credentials
 from fledge.io.machine import resolve_device
 from fledge.methods import CHOICES, METHODS, Choice, Method
-from fledge.ops.attention_ttt import IMPLS
-from fledge.ops.loss import KINDS
-from fledge.options import flag_of, names_of, parse_template_kwargs
+from fledge.options import names_of, parse_template_kwargs
 from fledge.states.cache import FeatureCache
-from fledge.train.optim import OPTIMIZERS
 from fledge.train.plan import DropTokens
 from fledge.train.ranks import local_rank, started_by_torchrun
 from fledge.train.row_pass import Objective
@@ -40,8 +37,6 @@ from fledge.train.setup.options import (
 MAX_LENGTH = 2048  # default of --max-length
 DEPTH = 5  # default of --depth
 COD_MIN_RATE = 0.2
-LOGGERS = ("tensorboard", "wandb")
-ACTIVATIONS = ("keep", "recompute", "auto")
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
 # by option: the options without effect beside this option, and the reason, in the form that `Options.refuse` takes
 INEFFECTIVE: dict[str, tuple[tuple[str, ...], str]] = {
@@ -120,12 +115,6 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         raise ValueError("give --target and --data, --features, a --config file that sets them, or --resume RUN")
     if options.features and options.features_from:
         raise ValueError("--features names hidden states on disk, and --features-from those of vLLM; give one of them")
-    for name, known in (
-        ("optimizer", OPTIMIZERS), ("log", (None, *LOGGERS)), ("activations", ACTIVATIONS), ("loss", KINDS),
-        ("impl", (None, *IMPLS)),
-    ):  # fmt: skip
-        if (value := getattr(options, name)) not in known:
-            raise ValueError(f"{flag_of(name)} {value} is not one of {', '.join(filter(None, known))}")
     existing = ExistingDraft(options.init_from, read_draft_config(options.init_from)) if options.init_from else None
     features = FeatureCache.open(options.features) if options.features else None
     name = options.method or (existing.config.method if existing else "eagle3")
@@ -171,13 +160,6 @@ def unsupported_options(method: Method) -> dict[str, str]:
     return found | {name: f"with {method.title}: {why};" for name, why in method.without.items()}
 
 
-def find_choice(name: str) -> Choice:
-    """The method of this name. Raises ValueError for an unknown name."""
-    if name not in CHOICES:
-        raise ValueError(f"--method {name} is not one of {', '.join(CHOICES)}")
-    return CHOICES[name]
-
-
 def check_served(options: ServedOptions) -> None:
     """Raises ValueError for an address of vLLM that is neither a directory nor a server's address, for invalid layers
     and paths, and for options without effect."""
@@ -186,16 +168,15 @@ def check_served(options: ServedOptions) -> None:
         needless = ("features_layers", "features_map", "api_key_env")
         options.refuse(needless, "without hidden states of vLLM; give --features-from, or")
         return
-    folder = Path(address).is_dir()
-    if not folder:
-        refuse_credentials(address)
-    if not folder and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
-        raise ValueError(
-            f"--features-from {address} is neither a directory nor the address of a server, such as "
-            "http://localhost:8000"
-        )
-    if folder:
+    if Path(address).is_dir():
         options.refuse(["features_map", "api_key_env"], "with a directory of files;")
+    else:
+        refuse_credentials(address)
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
+            raise ValueError(
+                f"--features-from {address} is neither a directory nor the address of a server, such as "
+                "http://localhost:8000"
+            )
     if options.features_map is not None:
         there, _, here = options.features_map.partition("=")
         if not there or not Path(here).is_dir() or not here:
@@ -209,7 +190,7 @@ def check_served(options: ServedOptions) -> None:
 def _choice(name: str, existing: ExistingDraft | None) -> Choice:
     """The choice of this name. Raises ValueError if an existing draft has another method, or lacks the choice's
     norms."""
-    choice = find_choice(name)
+    choice = CHOICES[name]
     if existing and choice.method.name != existing.config.method:
         raise ValueError(
             f"--method {name}, but {existing.name} is a draft of {existing.config.method}; leave --method out"

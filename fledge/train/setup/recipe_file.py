@@ -3,9 +3,8 @@
 The keys are the options of `fledge train` with underscores. `settled` holds the values that were chosen for the target,
 the data and the GPU: --resume reuses settled values, --config chooses new values.
 
-A recipe is written in a safe subset of YAML: mappings, lists, strings, numbers, true, false and null. Tags, anchors,
-aliases (which let a short file expand to any size), duplicate keys, several documents and files of more than MAX_BYTES
-are refused. Plain scalars follow YAML 1.2: `1e-4` is a number, and `yes` and `12:30` are strings.
+A recipe is YAML as PyYAML's safe loader reads YAML 1.1, except that `1e-4` is a number. Anchors, aliases (which let a
+short file expand to any size), duplicate keys and several documents are refused.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
@@ -28,16 +27,16 @@ from fledge.data.pack import Rows
 from fledge.data.read import absolute_source
 from fledge.data.sources import Source
 from fledge.drafts.draft import Draft
-from fledge.io.fields import format_value, shortened
+from fledge.io.fields import format_value
 from fledge.io.files import check_output_path
+from fledge.methods import CHOICES
 from fledge.options import default_of, flag_of, has_type, option_fields, validation_problem
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.setup.options import MACHINE, MOVABLE, NOT_FROM_FILE, TrainOptions, replace_aliases
+from fledge.train.setup.options import MACHINE, MOVABLE, TrainOptions, replace_aliases
 from fledge.train.setup.recipe import (
     INEFFECTIVE,
     WITH_INIT_FROM,
     Recipe,
-    find_choice,
     ineffective_options,
     resolve,
     unsupported_options,
@@ -55,50 +54,26 @@ HEADER = """\
 # `settled` holds the values that were chosen for the target, the data and the GPU. Only --resume uses them.
 
 """
-RUN_ONLY = ("config", "resume", *MACHINE)  # options of a single command, which a recipe cannot set
+RUN_ONLY = ("config", "resume", "out", *MACHINE)  # options of a single command, which a recipe cannot set
 # settled values that --resume passes on as options, because the values must not change: another number of slots, for
 # example, changes the rounding
 RESUMED_VALUES = ("depth", "max_length", "eval_tokens", "rows_per_step", "impl", "slots", "activations")
 VERSION, SETTLED = "fledge_version", "settled"
 DAMAGED = "the file is damaged; start a new run"
-MAX_BYTES = 2**20
 BREAKS = re.compile("[\x85\u2028\u2029]")
-NULL, BOOL, INT, FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
-FLOATS = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.[0-9]+[eE][-+]?[0-9]+)$")
-SCALARS = {
-    NULL: (re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
-    BOOL: (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
-    INT: (re.compile(r"[-+]?[0-9]+$"), list("-+0123456789")),
-    FLOAT: (FLOATS, list("-+.0123456789")),
-}
+# numbers of YAML 1.2 that PyYAML, which follows YAML 1.1, takes for strings
+FLOATS = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)[eE][-+]?[0-9]+$")
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Settled:
+def settle(
+    recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, schedule: Schedule
+) -> dict[str, Any]:  # fmt: skip
     """The values of a run that depend on the target, the data and the device; `settled` in recipe.yaml. Lengths are in
-    tokens. `slots` is the number of slots in flight, `mask_token` is None for methods without one, and `data_sha256` is
-    the fingerprint of the training documents."""
-
-    depth: int
-    max_length: int
-    row_length: int
-    eval_tokens: int
-    draft_vocab: int
-    mask_token: int | None
-    steps: int
-    rows_per_step: int
-    lr: float
-    impl: str
-    slots: int
-    activations: str
-    data_sha256: str
-
-
-def settle(recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, schedule: Schedule) -> Settled:
+    tokens, `slots` is the number of slots in flight, and `data_sha256` the fingerprint of the training documents."""
     implementation = schedule.implementation
-    return Settled(
+    values = dict(
         depth=recipe.depth,
         max_length=prepared.max_length,
         row_length=rows.row_length,
@@ -113,23 +88,23 @@ def settle(recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, s
         activations="recompute" if implementation.recompute else "keep",
         data_sha256=fingerprint(rows.documents),
     )
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def recipe_text(options: TrainOptions, settled: Settled) -> str:
+def recipe_text(options: TrainOptions, settled: Mapping[str, Any]) -> str:
     """The text of recipe.yaml: all options that have a value and an effect, then the settled values. `options.method`
     must not be None."""
-    given, choice = _with_absolute_paths(options).as_dict(), find_choice(options.method)
-    omitted = {*RUN_ONLY, "out", *choice.switches, *ineffective_options(given), *unsupported_options(choice.method)}
+    given, choice = _with_absolute_paths(options).as_dict(), CHOICES[options.method]
+    omitted = {*RUN_ONLY, *choice.switches, *ineffective_options(given), *unsupported_options(choice.method)}
     values = {k: v for k, v in given.items() if v is not None and k not in omitted}
     if "template_kwargs" in values:
         values["template_kwargs"] = json.loads(values["template_kwargs"])
     if "data" in values:
         values["data"] = [Source.parse(source).as_option() for source in values["data"]]
-    settled_values = {name: value for name, value in asdict(settled).items() if value is not None}
-    return HEADER + write_yaml({VERSION: __version__, **values, SETTLED: settled_values})
+    return HEADER + write_yaml({VERSION: __version__, **values, SETTLED: dict(settled)})
 
 
 def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
@@ -156,7 +131,8 @@ def with_config(options: TrainOptions, say: Say) -> TrainOptions:
     if options.config is None:
         return options
     file = find_recipe_file(options.config)
-    written = _without_command_line_options(_options_in(_mapping_in(file), file), file, say)
+    written = _options_in(_mapping_in(file), file)
+    written.pop("trust_remote_code", None)  # a file cannot grant trust; the target's loading says what to give
     defaults = {f.name: default_of(f) for f in option_fields(TrainOptions)}
     given = {name: getattr(options, name) for name in defaults if options.was_given(name)}
     differing = {name for name, value in written.items() if value != defaults[name]}
@@ -184,26 +160,15 @@ def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     """Options whose values in the file are ignored because of a given flag, each with the reason."""
     found = {"steps": "with --epochs;"} if "epochs" in given else {}
     found |= {"method": WITH_INIT_FROM} if "init_from" in given else {}
-    unsupported = unsupported_options(find_choice(given["method"]).method) if "method" in given else {}
+    unsupported = unsupported_options(CHOICES[given["method"]].method) if "method" in given else {}
     return found | ineffective_options(given) | unsupported
-
-
-def _without_command_line_options(values: dict[str, Any], file: Path, say: Say) -> dict[str, Any]:
-    if "out" in values:
-        say(f"out of {file} is not used; --out names the directory of the new run")
-    if values.get("trust_remote_code"):
-        say(
-            f"trust_remote_code of {file} is ignored, because a file cannot grant trust. Give --trust-remote-code if "
-            "the target's own code is needed"
-        )
-    return {name: value for name, value in values.items() if name not in NOT_FROM_FILE}
 
 
 # -- --resume ------------------------------------------------------------------------------------------------------
 
 
 def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainOptions, dict[str, Any]]:
-    """The options with which a run continues, and the run's settled values by name (see `Settled`).
+    """The options with which a run continues, and the run's settled values by name (see `settle`).
 
     Trust is not read from the file: a run that was started with --trust-remote-code needs the flag again. Raises
     ValueError if there is no run, if the run's file is damaged, or if --trust-remote-code is given and the run was
@@ -218,13 +183,9 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
         raise ValueError(f"the run in {directory.path} was started without it; leave --trust-remote-code out")
     values |= {name: settled[name] for name in RESUMED_VALUES if name in settled}
     values |= {name: getattr(asked, name) for name in ("resume", "trust_remote_code", *MACHINE)}
-    if moved := {name: getattr(asked, name) for name in MOVABLE if asked.was_given(name)}:
-        if values.get("features_from") is None:
-            raise ValueError(
-                f"the run in {directory.path} was started without --features-from; leave {flag_of(next(iter(moved)))} "
-                "out"
-            )
-        values |= moved
+    if values.get("features_from") is None:
+        asked.refuse(MOVABLE, f"with the run in {directory.path}, which was started without --features-from;")
+    values |= {name: getattr(asked, name) for name in MOVABLE if asked.was_given(name)}
     for option, (names, why) in INEFFECTIVE.items():
         if values.get(option):
             asked.refuse([name for name in names if name in MACHINE and getattr(asked, name)], why)
@@ -235,15 +196,15 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
         raise ValueError(f"{file}: {e}; {DAMAGED}") from e
 
 
-def check_settled(recorded: Mapping[str, Any], settled: Settled, directory: RunDirectory) -> None:
+def check_settled(recorded: Mapping[str, Any], settled: Mapping[str, Any], directory: RunDirectory) -> None:
     """Raises ValueError if a resumed run has other settled values than when it was started."""
-    if recorded["data_sha256"] != settled.data_sha256:
+    if recorded["data_sha256"] != settled["data_sha256"]:
         raise ValueError(
             f"the data differs from that of the run in {directory.path}; resuming needs the same files and the same "
             "chat template"
         )
     for name, before in recorded.items():
-        if before != (now := getattr(settled, name)):
+        if before != (now := settled.get(name)):
             raise ValueError(
                 f"{directory.options_file()}: {SETTLED}.{name} is {format_value(before)}, but the options and data "
                 f"give {format_value(now)}; undo the change to this file or to the target, or start a new run"
@@ -255,10 +216,6 @@ def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     settled = content.get(SETTLED)
     if not isinstance(settled, dict) or "data_sha256" not in settled:
         raise ValueError(f"{file} has no settled values (key {SETTLED})")
-    hints = get_type_hints(Settled)
-    for name, value in settled.items():
-        if name not in hints or not has_type(hints[name], value):
-            raise ValueError(f"{file}: {SETTLED}.{shortened(name)} has the invalid value {format_value(value)}")
     return _options_in(content, file), settled
 
 
@@ -297,15 +254,13 @@ def _mapping_in(file: Path) -> dict[str, Any]:
         raise ValueError(
             f"{file} does not exist or is not a regular file; a recipe is a YAML file such as RUN/recipe.yaml"
         )
-    if file.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{file} has more than {MAX_BYTES:,} bytes, which is too large for a recipe")
     try:
         content = read_yaml(file.read_text(encoding="utf-8-sig"))
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
     if content is None:
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ValueError(f"{file} contains {format_value(content)}; a recipe consists of lines such as `steps: 1000`")
     return content
 
@@ -343,41 +298,39 @@ def _as_option(name: str, value: Any) -> Any:
         return ",".join(map(str, value))
     if name == "aux_layers" and has_type(int, value):
         return str(value)
-    return json.dumps(value) if name == "template_kwargs" and isinstance(value, dict) else value
+    return json.dumps(value, default=str) if name == "template_kwargs" and isinstance(value, dict) else value
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own attribute)
-
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
-        line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            line = event.start_mark.line + 1
             raise ValueError(f"line {line}: anchors (&) and aliases (*) are not allowed; repeat the value")
-        if event.tag is not None:
-            raise ValueError(f"line {line}: tags (!) are not allowed; write the plain value, in quotes if necessary")
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would read as another type."""
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-for _tag, (_pattern, _first_characters) in SCALARS.items():
-    _Loader.add_implicit_resolver(_tag, _pattern, _first_characters)
-_Dumper.add_implicit_resolver(FLOAT, *SCALARS[FLOAT])
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOATS, list("-+.0123456789"))
 
 
 def read_yaml(text: str) -> Any:
     """The value of a YAML document. Raises ValueError, with the line number if known, if it is not valid or refused."""
-    if len(text.encode(errors="surrogatepass")) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES:,} bytes, which is too large for a recipe")
     try:
-        node = yaml.compose(text, _Loader)
-        return None if node is None else _value(node)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as e:
         raise ValueError(f"it is not YAML: {' '.join(str(e).split())}") from e
     except RecursionError as e:
@@ -385,36 +338,10 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: dict[str, Any]) -> str:
-    """A mapping as YAML that `read_yaml` reads back, in the same order. Raises ValueError if it would be too long."""
-
-    def dumped(unicode: bool) -> str:
-        return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=unicode, width=120)
-
-    text = dumped(unicode=True)
-    text = dumped(unicode=False) if BREAKS.search(text) else text  # PyYAML does not escape these line breaks
-    if len(text.encode()) > MAX_BYTES:
-        raise ValueError(f"the recipe would have more than {MAX_BYTES:,} bytes; give the data as directories or globs")
-    return text
-
-
-def _value(node: yaml.Node) -> Any:
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item) for item in node.value]
-    if isinstance(node, yaml.MappingNode):
-        mapping: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            key = _value(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-            if not isinstance(key, str):
-                raise ValueError(f"line {line}: a key must be a string; put it in quotes")
-            if key in mapping:
-                raise ValueError(f"line {line}: duplicate key {key}; keep one")
-            mapping[key] = _value(value_node)
-        return mapping
-    if node.tag == INT and len(node.value) > 400:
-        raise ValueError(f"line {node.start_mark.line + 1}: a number of {len(node.value):,} digits")
-    convert = {NULL: lambda _: None, BOOL: lambda x: x.lower() == "true", INT: int, FLOAT: float}
-    return convert.get(node.tag, str)(node.value)
+    """A mapping as YAML that `read_yaml` reads back, in the same order."""
+    # PyYAML does not escape these line breaks
+    unicode = not BREAKS.search(json.dumps(value, ensure_ascii=False))
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=unicode, width=120)
 
 
 # -- the beginning of a run ----------------------------------------------------------------------------------------

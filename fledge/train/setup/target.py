@@ -178,7 +178,7 @@ def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) 
     """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and the last
     layer's weights that are not quantized. Raises ValueError if embedding, head or final norm are quantized, or missing
     in the checkpoint's safetensors files."""
-    target = load_head(requested.target, **_loading(requested, data, device), partial_layer=True)
+    target = load_head(requested.target, **_loading(requested, data, device))
     if target is None:
         raise ValueError(
             f"{requested.target} has no safetensors files with its embedding, head and final norm, or has quantized "
@@ -190,16 +190,15 @@ def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) 
 def _open_head(recipe: Recipe, say: Say) -> TargetParts | None:
     """The parts of the target that training from features on disk needs; None if only the whole target can be
     loaded."""
-    name, asked = recipe.options.target, (recipe.options, recipe.data, recipe.options.device)
+    asked = recipe.options, recipe.data, recipe.options.device
     if recipe.served:
         return open_served_target(*asked)
-    if (head := load_head(name, **_loading(*asked))) is not None:
+    head = load_head(recipe.options.target, **_loading(*asked))
+    # the fingerprint also covers the last layer, whose weights may not be readable alone
+    if head is not None and target_fingerprint(head) == recipe.features.manifest.target_sha256:
         return head
-    head = load_head(name, **_loading(*asked), partial_layer=True)
-    if head is None or target_fingerprint(head) != recipe.features.manifest.target_sha256:  # not made with vLLM
-        head = None
-        say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
-    return head
+    say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
+    return None
 
 
 def live_features(target: ModelTarget, layers: tuple[int, ...], say: Say) -> LiveFeatures:
