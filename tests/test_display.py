@@ -4,9 +4,11 @@ the documented commands print is checked where they run, in `test_documented_com
 from __future__ import annotations
 
 import ast
+import contextvars
 import itertools
 import json
 import re
+from contextlib import contextmanager
 
 import pytest
 import typer.rich_utils
@@ -18,6 +20,8 @@ import fledge.io.display as display_module
 from fledge.cli import TABLE_WIDTH, app
 from fledge.drafts.weights import save_draft
 from fledge.io.display import LINE_INTERVAL, ProgressDisplay, fit
+from fledge.io.hub import show_progress
+from fledge.targets.loading import counting_tensors, load_target
 from support.chats import tiny_chats
 from support.files import write_rows
 from support.narrow import WIDTH, misfits
@@ -111,6 +115,8 @@ def test_bars_fit_a_narrow_terminal_and_leave_one_line(made, tmp_path):
     bars = [line for line in re.split(r"[\r\n]+", drawn) if re.match(r" *\d+/[\d?]+ ", line)]
     assert len(bars) > len(BARS) and max(map(len, bars)) <= WIDTH, "a bar that wraps leaves lines behind"
     assert not (cut := misfits([line for line in re.split(r"[\r\n]+", drawn) if line not in bars])), "\n".join(cut)
+    assert any(re.search(r"left tensors of \S* [\d.,]+ tensors/(s|min)", line.strip()) for line in bars)
+    assert not any("tensors of" in line for line in lines), "nothing stays of the bars of loading"
     assert sum(line.strip() != "" for line in lines) < 200
 
 
@@ -202,3 +208,25 @@ def test_slow_work_is_shown_by_the_minute(monkeypatch, capsys):
             clock[0] += 40
             advance()
     assert capsys.readouterr().err.endswith("1.5 answers/min\n")
+
+
+def test_loading_counts_every_tensor_where_it_is_shown(made):
+    counted: list[tuple[str, int, list[int]]] = []
+
+    @contextmanager
+    def counter(label, total, *, unit):
+        counted.append((label, total, steps := []))
+        assert unit == "tensors"
+        yield steps.append
+
+    def load() -> None:
+        show_progress(counter)
+        load_target(made / "target")
+
+    contextvars.copy_context().run(load)
+    ((label, total, steps),) = counted
+    assert label == f"tensors of {made / 'target'}" and len(steps) == total > 50
+    load_target(made / "target")
+    assert len(counted) == 1, "only in the context that asked for it"
+    with pytest.raises(OSError), counting_tensors("a"):
+        raise OSError

@@ -168,13 +168,16 @@ def kilobytes(server, name):
 
 @pytest.mark.parametrize("name", ["bird/whole", "bird/shards"])
 def test_the_download_of_a_target_is_shown(served, counted, name):
-    """All its weights in one bar; nothing once they are there, also of the head alone."""
+    """All its weights in one bar, before their tensors; nothing once they are there, also of the head alone."""
+    tensors = (f"tensors of {name}", 75, "tensors", 75)
     sizes = kilobytes(served, name)
-    ((label, total, unit, done),) = counted(lambda: load_target(name))
+    download, after = counted(lambda: load_target(name))
+    label, total, unit, done = download
     assert (label, total, unit) == (f"MB of {name} from the hub", round(sum(sizes)), "MB")
     assert len(sizes) == (1 if name == "bird/whole" else 5)
-    assert int(sum(sizes)) == done
-    assert counted(lambda: load_target(name)) == counted(lambda: load_head(name)) == []
+    assert int(sum(sizes)) == done and after == tensors
+    assert counted(lambda: load_target(name)) == [tensors]
+    assert counted(lambda: load_head(name)) == []
 
 
 def test_only_the_files_that_are_needed_are_downloaded(served, counted):
@@ -213,7 +216,7 @@ def test_what_is_in_the_cache_is_loaded_without_the_hub(served, counted, monkeyp
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub, "_snapshot", None)
     for name in ("bird/whole", "bird/shards"):
-        assert counted(lambda name=name: load_target(name)) == []
+        assert counted(lambda name=name: load_target(name)) == [(f"tensors of {name}", 75, "tensors", 75)]
 
 
 def test_a_download_that_fails_is_the_readers(served, counted):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fledge.config import RopeConfig, llama_names
 from fledge.io.fields import first_line, parse_dtype, read_json
-from fledge.io.hub import download_files, download_weights, split_revision
+from fledge.io.hub import download_files, download_weights, progress_counter, split_revision
 from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
 from fledge.targets.parts import ModelTarget, TargetParts
@@ -83,7 +83,7 @@ def load_target(
             # a quantized model is loaded on the final device, since some quantized models cannot be moved
             place: dict[str, Any] = {"device_map": {"": device}} if quantization and device.type != "cpu" else {}
             download_weights(name, options["revision"])
-            with loading_alone(quantization):
+            with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
                 # sizes that differ are not ignored: `_check_complete` names them
                 model, info = AutoModelForCausalLM.from_pretrained(
                     name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **place, **options
@@ -372,3 +372,28 @@ def _remedy(e: Exception) -> str:
     if "couldn't connect" in str(e):
         return ". Check its name; without a connection, only directories and downloaded models can be loaded"
     return ""
+
+
+@contextlib.contextmanager
+def counting_tensors(label: str) -> Iterator[None]:
+    """Context manager: transformers' loading of weights is counted, if progress is shown (`fledge.io.progress`)."""
+    if (counter := progress_counter()) is None:
+        yield
+        return
+
+    def counted(items: Iterable[Any]) -> Iterator[Any]:
+        items = list(items)
+        with counter(label, len(items), unit="tensors") as advance:
+            for item in items:
+                yield item
+                advance(1)
+
+    def bar(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        loads = kwargs.get("desc") == "Loading weights" and args
+        return counted(args[0]) if loads else make(*args, **kwargs)
+
+    before = logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
