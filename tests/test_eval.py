@@ -15,7 +15,7 @@ from fledge.decode.load import load
 from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
 from fledge.drafts.draft import Draft
-from fledge.measure.metrics import alpha, alpha_text, bytes_per_round, repeated_ngrams, tau
+from fledge.measure.metrics import alpha, alpha_text, bytes_per_round, chain_gains, repeated_ngrams, tau
 from fledge.measure.prompts import EvalPrompt, prompt_of, read_prompts, spread
 from fledge.measure.run import _gaps, _round_times, evaluate, near_ties
 from fledge.targets.loading import load_target
@@ -197,6 +197,15 @@ def test_the_parts_of_a_round_and_a_token_without_a_draft():
         "draft_ms": 1000, "verify_ms": 2000, "overhead_ms": 1000, "vanilla_token_ms": 1500, "drafted": 3,
         "prefill_share": 0.2,
     })  # fmt: skip
+
+
+def test_the_gain_of_another_depth():
+    """Of three tokens, the first is always accepted, the second in half of the rounds, and the third never."""
+    gains = chain_gains([1.0, 0.5, 0.0], 3, draft=3.0, others=2.0)
+    assert gains == pytest.approx({1: 2 / 3 * 2, 2: 2.5 / 4 * 2, 3: 1.0, 4: 2.5 / 6 * 2, 5: 2.5 / 7 * 2})
+    assert chain_gains([1.0], 1, 1.0, 9.0)[3] == pytest.approx(4 / 12 * 5), "α stays beyond the measured depth"
+    assert chain_gains([0.5, None], 2, 2.0, 2.0)[1] == pytest.approx(4 / 3), "no round came to the second position"
+    assert chain_gains([0.5], 3, 3.0, 1.0) == {}, "fewer positions than the depth: all prompts left less room"
 
 
 def test_later_turns_follow_answers_with_their_special_tokens(tmp_path):

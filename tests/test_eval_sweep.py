@@ -31,7 +31,7 @@ from fledge.measure.options import EvalOptions, names, ways
 from fledge.measure.prompts import EvalPrompt
 from fledge.measure.record import record_text
 from fledge.measure.run import EvaluationStopped, evaluate
-from fledge.measure.table import FEW, figure_lines, print_table
+from fledge.measure.table import FEW, print_table, round_lines
 from fledge.types import Sampling
 from support.commands import TESTS
 from support.decoding import fit_head, spoken
@@ -369,15 +369,30 @@ def test_few_requests_have_no_interval_in_the_table(capsys, monkeypatch) -> None
     )
 
 
-@pytest.mark.parametrize("speedup", [0.5, 1.2])
-def test_the_parts_of_a_round_and_whether_the_draft_pays(speedup: float) -> None:
+PAYS = {  # by what is changed in the record: the end of the sentence on what would make decoding faster
+    "By these times and α, --depth 1 instead of 3 would be 46% faster.": {},
+    "compare with --draft-mode tree.": dict(alpha=[0.9, 0.5, 0.2], round=dict(draft_ms=0.3, verify_ms=4.0)),
+    "--depth 5 instead of 3 would be 44% faster.": dict(alpha=[1.0, 1.0, 1.0], round=dict(draft_ms=0.3, verify_ms=4.0)),
+    "with --depth auto, nothing is drafted where that is faster.": dict(depth=1, alpha=[0.1], speedup=0.5),
+    "fledge train makes smaller drafts with --draft-vocab.": dict(mode="tree"),
+    "compare with fewer --tree-nodes.": dict(mode="tree", round=dict(verify_ms=9.0)),
+    "see whether other programs load the processor.": dict(mode="parallel", round=dict(draft_ms=1.0, overhead_ms=5.0)),
+    "train the draft for longer, on the target's own answers.": dict(mode="parallel", round=dict(draft_ms=1.0)),
+}
+
+
+@pytest.mark.parametrize("end", PAYS)
+def test_a_round_s_parts_and_what_would_make_decoding_faster(end: str) -> None:
     parts = dict(draft_ms=3.0, verify_ms=2.0, overhead_ms=0.5, vanilla_token_ms=2.0)
-    lines = figure_lines(whole_record() | dict(round=parts, tau=1.6, speedup=speedup))
-    assert (
-        "A round takes 5.50 ms: drafting 55%, verification 36%, the rest 9%. It commits 1.60 tokens in the time of "
-        "2.75 tokens without the draft (2.00 ms each)."
-    ) in lines
-    assert any("--depth auto" in line for line in lines) == (speedup < 1)
+    given = dict(tau=1.6, speedup=1.2, mode="chain", depth=3, confidence=0.0, alpha=[0.5, 0.2, 0.1], round={})
+    r = given | PAYS[end]
+    shares, pays = round_lines(r | {"round": parts | r["round"]})
+    assert pays.endswith(end)
+    if not r["round"]:
+        assert shares == (
+            "A round takes 5.50 ms: drafting 55%, verification 36%, the rest 9%. It commits 1.60 tokens in the time of "
+            "2.75 tokens without the draft (2.00 ms each)."
+        )
 
 
 JSON = st.recursive(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 from fledge.types import Trace
 
@@ -30,6 +32,18 @@ def alpha(traces: Sequence[Trace]) -> list[float | None]:
 def quotients(reached: Sequence[float], passed: Sequence[float]) -> list[float | None]:
     """Each α_k, from the two lists of `drafted_and_accepted`; None for a position that no round reached."""
     return [p / n if n else None for n, p in zip(reached, passed, strict=True)]
+
+
+def chain_gains(alpha: Sequence[float | None], depth: int, draft: float, others: float) -> dict[int, float]:
+    """The speed with chains of each length up to `depth` + 2, relative to `depth`, estimated at `depth`.
+
+    `draft` and `others` are the measured times of drafting and of the rest of a mean round, in the same unit. Drafting
+    time is taken in proportion to the length, the rest as constant, and α beyond `depth` as equal to the last α.
+    """
+    rates = [a or 0.0 for a in alpha[:depth]]
+    reached = list(accumulate([*rates, *rates[-1:] * 2], mul))
+    speeds = {k: (1 + sum(reached[:k])) / (draft * k / depth + others) for k in range(1, len(reached) + 1)}
+    return {k: speed / speeds[depth] for k, speed in speeds.items()} if len(rates) == depth else {}
 
 
 def alpha_text(alpha: Sequence[float | None]) -> str:

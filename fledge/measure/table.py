@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from fledge.decode.options import AUTO
 from fledge.io.display import ResultPrinter
 from fledge.measure.endpoint import TOLERANCE, mismatch_sentence
-from fledge.measure.metrics import alpha_text, pause_line
+from fledge.measure.metrics import alpha_text, chain_gains, pause_line
 
+WORTH_TRYING = 1.03  # smallest suggested gain over the measured depth; smaller gains are within the noise of the times
 FEW = 6  # up to so many records, every record gets all sentences
 
 
@@ -73,9 +75,7 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
     if r["tau"]:
         lines = [f"α by position: {alpha_text(r['alpha'])}."]
     if r["tau"] and r["round"]:
-        lines.append(round_line(r))
-        if r["speedup"] < 1:
-            lines.append("The draft does not pay here: with --depth auto, nothing is drafted where that is faster.")
+        lines += round_lines(r)
     if "auto" in (r.get("depth"), r.get("nodes")):
         lines.append(pause_line(r["paused"], r["pause_reason"]))
     if r["bytes_per_round"]:
@@ -83,17 +83,39 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
     return lines
 
 
-def round_line(r: dict[str, Any]) -> str:
-    """A sentence on a record at batch 1: the parts of the time of a round, and what a round commits."""
+def round_lines(r: dict[str, Any]) -> list[str]:
+    """Sentences on a record at batch 1: the parts of the time of a round, and the change that would gain most."""
     drafting, verification, rest, token = (
         r["round"][part] for part in ("draft_ms", "verify_ms", "overhead_ms", "vanilla_token_ms")
     )
     total = drafting + verification + rest
-    return (
+    lines = [
         f"A round takes {total:.2f} ms: drafting {drafting / total:.0%}, verification {verification / total:.0%}, the "
         f"rest {max(rest, 0) / total:.0%}. It commits {r['tau']:.2f} tokens in the time of {total / token:.2f} tokens "
         f"without the draft ({token:.2f} ms each)."
-    )
+    ]
+    gains = {}
+    if r["mode"] == "chain" and r["depth"] != AUTO and not r["confidence"]:
+        gains = chain_gains(r["alpha"], r["depth"], drafting, verification + rest)
+    best = max(gains, key=gains.__getitem__, default=None)
+    if best and gains[best] >= WORTH_TRYING:
+        lines.append(
+            f"By these times and α, --depth {best} instead of {r['depth']} would be {gains[best] - 1:.0%} faster."
+        )
+    elif r["speedup"] < 1:
+        lines.append("The draft does not pay here: with --depth auto, nothing is drafted where that is faster.")
+    elif drafting > verification:
+        lines.append("Most would be gained by faster drafting: fledge train makes smaller drafts with --draft-vocab.")
+    elif rest > verification:
+        lines.append("Most would be gained outside the models: see whether other programs load the processor.")
+    elif r["mode"] == "tree" and verification > 1.5 * token:
+        lines.append("Most would be gained by faster verification: compare with fewer --tree-nodes.")
+    else:
+        lines.append(
+            "Most would be gained by more accepted tokens: train the draft for longer, on the target's own answers"
+            + (", or compare with --draft-mode tree." if r["mode"] == "chain" else ".")
+        )
+    return lines
 
 
 def notices(r: dict[str, Any]) -> list[str]:
