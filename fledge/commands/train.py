@@ -65,7 +65,6 @@ def _train(
         LOGS,
         SAVE_DTYPE,
         Display,
-        Report,
         check_disk,
         choose_implementation,
         make_schedule,
@@ -108,8 +107,9 @@ def _train(
     whole: list[Hook] = [Drafts(evaluate, attach), *hooks, MetricsFile(), Display(progress, say)]
     if recipe.options.log and ranks.leads:
         whole.append(LOGS[recipe.options.log]())
-    whole += [Checkpoints(say), Report(report_run, say)]
-    run_training(training, recipe, evaluate, whole, say)
+    run_training(training, recipe, evaluate, [*whole, Checkpoints(say)], say)
+    if ranks.leads:
+        report_run(directory.path, say)
     return training.metrics
 
 

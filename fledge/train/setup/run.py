@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -217,17 +216,6 @@ class Wandb(Hook):
         self._board.log(_scalars(result.metrics), step=result.step)
 
 
-class Report(Hook):
-    """Draws the report of a complete run with `draw`."""
-
-    def __init__(self, draw: Callable[[Path, Say], None], say: Say):
-        self.draw, self.say = draw, say
-
-    def finished(self, run: Run) -> None:
-        if run.ranks.leads:
-            self.draw(run.directory.path, self.say)
-
-
 LOGS = {"tensorboard": Tensorboard, "wandb": Wandb}  # the hooks of --log
 
 
@@ -259,8 +247,7 @@ def run_training(run: Run, recipe: Recipe, evaluate: Evaluate | None, hooks: Seq
 
 
 def feed_draft(run: Run, evaluate: Evaluate | None = None) -> None:
-    """The work of a target rank while the training ranks `train`; of the progress, only `step` is kept up to date.
-    `evaluate` is as in `feed`."""
+    """The work of a target rank while the others `train`; advances `progress.step`. `evaluate` is as in `feed`."""
     run.ranks.meet(BEFORE, None)
     with run.ranks.collective(BEFORE):
         run.progress = run.ranks.from_first(run.progress)
