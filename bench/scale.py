@@ -18,6 +18,7 @@ gathering them. Of experts, `gemm_tokens_per_s` counts those that a token choose
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -146,8 +147,7 @@ def timed(
     from fledge.config import DraftConfig
     from fledge.drafts.registry import new_draft
     from fledge.targets.source import LiveFeatures
-    from fledge.train.optim import MasterOptimizer
-    from fledge.train.trainer import Progress, Schedule, optimizer_step, own_rows, with_features
+    from fledge.train.trainer import Run, Schedule, optimizer_step, upcoming_rows
 
     shape, device, cpu = SHAPES[options.shape], target.device, target.device.type == "cpu"
     config = DraftConfig.for_target(
@@ -166,16 +166,15 @@ def timed(
     fast = Implementation("triton", "triton", "triton", 4096, prefetch=True)
     schedule = Schedule(
         WARM_UP + options.steps + 1, 1e-4, Objective(depth=options.depth, keep_out_of_vocab=True),
-        Implementation(slots=256) if cpu else fast, rows_per_step=ranks.size,
+        Implementation(slots=256) if cpu else fast, rows_per_step=ranks.size, optimizer="adamw",
     )  # fmt: skip
-    optimizer = MasterOptimizer(draft.named_parameters(), schedule.betas, schedule.weight_decay, ranks)
-    progress = Progress()
-    ahead = source.ahead(own_rows(rows, progress, schedule, ranks))
-    upcoming = with_features(ahead, source.features, device, prefetch=schedule.implementation.prefetch)
+    run = Run(draft, rows, source, schedule, ranks=ranks)
+    run.prepare()
+    reading = contextlib.ExitStack()
+    upcoming = reading.enter_context(upcoming_rows(run))
 
     def step() -> None:
-        optimizer_step(draft, rows, upcoming, source, schedule, optimizer, progress, ranks)
-        progress.step += 1
+        optimizer_step(run, upcoming)
 
     synchronize = (lambda: None) if cpu else torch.cuda.synchronize
     for _ in range(WARM_UP):
@@ -193,7 +192,7 @@ def timed(
         step()
     synchronize()
     took = (time.perf_counter() - began) / (options.steps - options.profile)
-    ahead.close()
+    reading.close()
     # with the teacher's head, which is all of the target that runs if its hidden states are read
     flops = 2 * tokens * (active_elements(target) if source_name == "online" else target.head_weight.numel())
     flops += draft_flops(config, tokens, options)

@@ -217,7 +217,7 @@ class OneRow:
     """Stands in for `Rows`, with one row that is repeated."""
 
     def __init__(self, row: Packed):
-        self.row = row
+        self.row, self.row_length = row, row.token_T.numel()
 
     def __getitem__(self, address: tuple[int, int]) -> Packed:
         return self.row
@@ -239,8 +239,7 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     from fledge.targets.compatibility import connect_draft
     from fledge.targets.source import LiveFeatures
     from fledge.targets.transformers import TransformersTarget
-    from fledge.train.optim import MasterOptimizer
-    from fledge.train.trainer import Progress, Schedule, optimizer_step
+    from fledge.train.trainer import Progress, Run, Schedule, optimizer_step
 
     device, dtype = options.device, torch.bfloat16
     torch.manual_seed(0)
@@ -257,18 +256,21 @@ def online(case: Case, options: argparse.Namespace) -> dict:
     draft.set_vocabulary(torch.arange(W) * (config.vocab_size // W))
     layers = connect_draft(draft, target)
     objective = Objective(depth=options.depth, keep_out_of_vocab=True)
-    schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.implementation)
-    optimizer = MasterOptimizer(draft.named_parameters(), schedule.betas, schedule.weight_decay)
+    schedule = Schedule(steps=100, lr=1e-4, objective=objective, implementation=case.implementation, optimizer="adamw")
     rows, source = (
         OneRow(make_row(case.tokens, case.supervised, config.vocab_size)),
         LiveFeatures(target, layers),
     )
 
+    run = Run(draft, rows, source, schedule)
+    run.prepare()
+
     def mean(prefetch: bool, repeats: int = max(options.repeats, 10)) -> float:
         upcoming = with_features(itertools.repeat(rows.row), source.features, draft.device, prefetch=prefetch)
 
         def step() -> None:
-            optimizer_step(draft, rows, upcoming, source, schedule, optimizer, Progress())
+            run.progress = Progress()
+            optimizer_step(run, upcoming)
 
         for _ in range(3):
             step()

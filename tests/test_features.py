@@ -45,11 +45,10 @@ from fledge.targets.compatibility import layers_of
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import trainer
-from fledge.train.checkpoint import RunDirectory
 from fledge.train.objective import ttt
 from fledge.train.plan import DropTokens, teacher_rows
 from fledge.train.row_pass import Objective
-from fledge.train.trainer import with_features
+from fledge.train.trainer import Run, with_features
 from fledge.types import Packed
 from support.features import RoundedFeatures, new_cache, writer_of
 from support.rows import document, layouts, row_of
@@ -269,15 +268,14 @@ def test_reading_ends_when_training_fails(target, live, tmp_path, monkeypatch) -
     writer_of(cache, live).write()
     before = set(threading.enumerate())
 
-    def fail(draft, rows, upcoming, *given):
+    def fail(run, upcoming):
         next(upcoming)
         raise RuntimeError("broken")
 
     monkeypatch.setattr(trainer, "optimizer_step", fail)
-    run = RunDirectory(tmp_path)
     draft, rows = tiny_draft(target, aux_layers=LAYERS), Rows(DOCUMENTS, 60, seed=0)
     with pytest.raises(RuntimeError, match="broken") as kept:
-        trainer.train(draft, rows, disk_source(cache, live), trainer.Schedule(99, 0.1), run, save_dtype=torch.float32)
+        trainer.train(Run(draft, rows, disk_source(cache, live), trainer.Schedule(99, 0.1)))
     assert set(threading.enumerate()) <= before, kept
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +24,13 @@ from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import ReceivedFeatures
+from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
 from fledge.train.ranks import ALONE, Ranks
 from fledge.train.row_pass import Objective
 from fledge.train.setup.dry_run import dry_run
 from fledge.train.setup.options import TrainOptions
-from fledge.train.trainer import Schedule
+from fledge.train.setup.run import feed_draft
+from fledge.train.trainer import Run, Schedule
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.ranks import become, connect, free_ports, start
@@ -65,7 +66,7 @@ class Computed(LiveFeatures):
 
 def train(
     directory: Path, target: Path, variant: str, rows_per_step: int, ranks: Ranks = ALONE, sharded: bool = False,
-    steps: int = STEPS, stop: Callable[[], bool] = lambda: False, resume: bool = False, **given: Any,
+
 ) -> dict[str, Tensor]:  # fmt: skip
     """Trains in float64 and returns the draft's parameters. In a rank that holds only the target, feeds the others."""
     mesh = ranks.mesh if sharded and not ranks.trains else None
@@ -74,15 +75,15 @@ def train(
     layers = () if eagle1 else resolve_layers(None, model)
     draft = tiny_draft(model, method="eagle1") if eagle1 else tiny_draft(model)
     rows = Rows(DOCUMENTS, 24, seed=0)
-    schedule = Schedule(STEPS, 1e-2, Objective(depth=1 if eagle1 else 3), rows_per_step=rows_per_step, **given)
+    schedule = Schedule(STEPS, 1e-2, Objective(depth=1 if eagle1 else 3), rows_per_step=rows_per_step)
     if not ranks.trains:
         assert sharded == any(isinstance(p, DTensor) for p in model.model.parameters())
-        trainer.feed_draft(draft, rows, Computed(model, layers), schedule, ranks, lockstep=sharded)
+        feed_draft(Run(draft, rows, Computed(model, layers), schedule, ranks=ranks))
         return {}
     source = ReceivedFeatures(model, len(layers), ranks) if ranks.target_ranks else LiveFeatures(model, layers)
-    run = RunDirectory(directory)
-    run.path.mkdir(parents=True, exist_ok=True)
-    trainer.train(draft, rows, source, schedule, run, save_dtype=torch.float64, ranks=ranks, stop=stop, resume=resume)
+    directory.mkdir(parents=True, exist_ok=True)
+    run = Run(draft, rows, source, schedule, RunDirectory(directory), ranks, torch.float64)
+    trainer.train(run, [Drafts(), MetricsFile(), Checkpoints()])
     return {name: p.detach() for name, p in draft.named_parameters()}
 
 

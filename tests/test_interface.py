@@ -25,10 +25,12 @@ from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.interface import Cache, DecodingTarget, Target, TrainingTarget
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
 from fledge.train.row_pass import Objective
-from fledge.train.trainer import Schedule, train
+from fledge.train.trainer import Run, Schedule, train
 from fledge.types import Features, Packed, Sampling, Tree
 from support.decoding import prompts
+from support.files import metrics_of
 from support.rows import document
 from support.targets import BOTH_IMPLEMENTATIONS, exact_target, tiny_draft, tiny_target
 from support.trees import SHAPES
@@ -107,13 +109,14 @@ class Relayed(DecodingTarget):
 
 def trained(draft: Draft, source: FeatureSource, directory: Path) -> list[str]:
     """Trains in a new directory. Returns the metrics of every step, without its seconds."""
-    run, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
+    there, depth = RunDirectory(directory), METHODS[draft.config.method].trained_depth or 3
     schedule = Schedule(STEPS, 1e-2, Objective(depth=depth), save_every=STEPS)
-    with run.locked():
-        run.start("seed: 0\n")
-        metrics = []
-        train(draft, ROWS, source, schedule, run, save_dtype=torch.float32, report=metrics.append)
-    return [{k: v for k, v in m.items() if k not in ("seconds", "tokens_per_s", "parts")} for m in metrics]
+    with there.locked():
+        there.start("seed: 0\n")
+        run = Run(draft, ROWS, source, schedule, there, save_dtype=torch.float32)
+        train(run, [Drafts(), MetricsFile(), Checkpoints()])
+    found = metrics_of(directory)
+    return [{k: v for k, v in m.items() if k not in ("seconds", "tokens_per_s", "parts")} for m in found]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fledge.check.make_probe import make_probe
 from fledge.check.read_probe import read_probe
 from fledge.commands import features as features_job
+from fledge.commands import train as train_job
 from fledge.commands.features import FeaturesOptions
-from fledge.commands.train import _run_as_rank
 from fledge.data.pack import Rows
 from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import WEIGHTS, write_files
@@ -42,12 +43,13 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train import checkpoint, trainer
 from fledge.train import ranks as ranks_module
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
 from fledge.train.optim import MasterOptimizer
 from fledge.train.plan import DropTokens
 from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence, first_to_say
 from fledge.train.row_pass import Objective
 from fledge.train.setup.options import TrainOptions
-from fledge.train.trainer import Schedule
+from fledge.train.trainer import Run, Schedule
 from fledge.types import Prompt
 from support.chats import tiny_chats
 from support.files import metrics_of
@@ -89,10 +91,9 @@ def train(
     )  # fmt: skip
     optimizer = "muon" if variant == "muon" else "adamw"
     schedule = Schedule(STEPS, 1e-2, objective, rows_per_step=rows_per_step, save_every=100, optimizer=optimizer)
-    run = RunDirectory(directory)
-    run.path.mkdir(parents=True, exist_ok=True)
-    rows = Rows(DOCUMENTS, 24, seed=0)
-    trainer.train(draft, rows, source, schedule, run, save_dtype=torch.float64, ranks=ranks)
+    directory.mkdir(parents=True, exist_ok=True)
+    run = Run(draft, Rows(DOCUMENTS, 24, seed=0), source, schedule, RunDirectory(directory), ranks, torch.float64)
+    trainer.train(run, [Drafts(), MetricsFile(), Checkpoints()])
     return {name: p.detach() for name, p in draft.named_parameters()}
 
 
@@ -295,8 +296,8 @@ def probe_of(target: TransformersTarget, ranks: Ranks) -> Mapping[str, bytes]:
     )  # fmt: skip
     recipe, rows = SimpleNamespace(features=None, served=None, depth=3), Rows(DOCUMENTS, 24, seed=0)
     draft = tiny_draft(target)
-    attach = make_probe(recipe, prepared, draft, rows, torch.float64, ranks, print)
-    return attach(draft, {"step": 1})
+    run = Run(draft, rows, prepared.source, Schedule(1, 0.1), ranks=ranks, save_dtype=torch.float64)
+    return make_probe(recipe, prepared, run, print)(draft, {"step": 1})
 
 
 def test_a_sharded_target_gives_the_probe_of_the_whole_one(two_ranks: Path) -> None:
@@ -348,13 +349,20 @@ def test_all_ranks_or_none_split_the_communicator_for_a_group(
     assert all(len(set(of_all_ranks)) == 1 for of_all_ranks in zip(*splits, strict=True))
 
 
+def run_connected(options: TrainOptions, ranks: Ranks) -> dict[str, Any]:
+    """`fledge train` in a process that is connected already. Returns the last step's metrics."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_job, "run_ranks", lambda options: nullcontext(ranks))
+        return train_job.run(options, lambda line: None, ProgressDisplay(quiet=True))
+
+
 def command(ranks: Ranks, directory: Path, out: Path, **given: Any) -> dict[str, Any]:
     """`fledge train` as a rank that is connected already. Returns the last step's metrics."""
     options = TrainOptions(
         target=str(directory / "target"), data=[str(directory / "chats.jsonl")], out=str(out), device="cpu",
         dtype="float64", max_length=64, row_length=128, steps=2, depth=2, draft_vocab=200, **given,
     )  # fmt: skip
-    return _run_as_rank(options, ranks, lambda line: None, ProgressDisplay(quiet=True))
+    return run_connected(options, ranks)
 
 
 def rows_of_three(patch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -463,7 +471,7 @@ def train_on_features(ranks: Ranks, directory: Path, work: Path) -> None:
         features=features.out, out=str(work / "run"), device="cpu", row_length=64, rows_per_step=2, depth=2,
         draft_vocab=200,
     )  # fmt: skip
-    _run_as_rank(trained, ranks, lambda line: None, progress)
+    run_connected(trained, ranks)
 
 
 def test_ranks_train_on_features(two_ranks: Path, tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.interrupt import Interruption
+from fledge.train.hooks import Checkpoints, Drafts, Interruption, MetricsFile
 from fledge.train.optim import MasterOptimizer
 from fledge.train.row_pass import Objective
-from fledge.train.trainer import Schedule
+from fledge.train.trainer import Hook, Run, Schedule, StepResult
 from support.chats import tiny_chats
 from support.commands import run_to_its_end
 from support.files import metrics_of, write_rows
@@ -108,8 +108,9 @@ from fledge.data.pack import Rows
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
 from fledge.train.row_pass import Objective
-from fledge.train.trainer import Schedule, train
+from fledge.train.trainer import Run, Schedule, train
 from support.rows import document
 from support.targets import tiny_draft, tiny_target
 
@@ -120,15 +121,16 @@ rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
 schedule = Schedule(steps, 1e-3, Objective(depth=2), save_every=1, eval_every=1)
 
 def train_in(out):
-    run = RunDirectory(out)
+    directory = RunDirectory(out)
     def better(draft):  # τ rises at each step, so that each draft is published
-        return {"tau": 1 + run.metrics.read_text().count("\\n")}
-    with run.locked():
-        resume = run.recipe.exists()
-        if not resume:
-            run.start("a: 1")
+        return {"tau": 1 + directory.metrics.read_text().count("\\n")}
+    with directory.locked():
+        resumed = directory.recipe.exists()
+        if not resumed:
+            directory.start("a: 1")
         draft = tiny_draft(target, draft_vocab_size=100)
-        train(draft, rows, source, schedule, run, save_dtype=torch.bfloat16, resume=resume, evaluate=better)
+        run = Run(draft, rows, source, schedule, directory, resumed=resumed)
+        train(run, [Drafts(better), MetricsFile(), Checkpoints()])
 
 def train_until(kill, out):
     # kill: (number of checkpoints saved so far, number of the file operation after them to be killed before)
@@ -197,20 +199,31 @@ def assert_same_run(unbroken: Path, killed: Path) -> None:
     assert ours == theirs
 
 
+class StopIf(Hook):
+    """Stops a run after a step if `stop` returns True."""
+
+    def __init__(self, stop: Callable[[], bool]):
+        self.stop = stop
+
+    def after(self, run: Run, result: StepResult) -> None:
+        if self.stop():
+            run.stop()
+
+
 def train_in(directory: Path, stop: Callable[[], bool] = lambda: False) -> None:
     """Trains for six steps, or until `stop`, or the rest after a stop; the first step's draft has the best τ."""
-    target, run = tiny_target(tokenizer=False), RunDirectory(directory)
+    target, there = tiny_target(tokenizer=False), RunDirectory(directory)
     source = LiveFeatures(target, resolve_layers(None, target))
     rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 48, seed=0)
     schedule = Schedule(6, 1e-3, Objective(depth=2), eval_every=1, optimizer="muon")  # of matrices; AdamW of the rest
-    with run.locked():
-        resume = run.recipe.exists()
-        if not resume:
-            run.start("a: 1")
-        trainer.train(
-            tiny_draft(target, draft_vocab_size=100), rows, source, schedule, run, save_dtype=torch.bfloat16,
-            resume=resume, evaluate=lambda draft: {"tau": 9 - run.metrics.read_text().count("\n")}, stop=stop,
-        )  # fmt: skip
+    best_first = Drafts(lambda draft: {"tau": 9 - there.metrics.read_text().count("\n")})
+    with there.locked():
+        resumed = there.recipe.exists()
+        if not resumed:
+            there.start("a: 1")
+        draft = tiny_draft(target, draft_vocab_size=100)
+        run = Run(draft, rows, source, schedule, there, resumed=resumed)
+        trainer.train(run, [best_first, MetricsFile(), StopIf(stop), Checkpoints()])
 
 
 def train_in_two_parts(directory: Path) -> None:
@@ -358,7 +371,7 @@ def during_step(monkeypatch, step: int, act: Callable[[], None]) -> None:
     computed = trainer.optimizer_step
 
     def acting(*given):
-        if given[6].step == step - 1:
+        if given[0].progress.step == step - 1:
             act()
         return computed(*given)
 
@@ -441,17 +454,17 @@ def test_a_second_ctrl_c_in_a_step_stops_at_once(tmp_path, fledge, monkeypatch):
 def test_handlers_that_python_did_not_install_become_the_default(monkeypatch: pytest.MonkeyPatch):
     handlers: list[object] = []
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
-    with Interruption(print):
+    with Interruption(print, lambda: None):
         before = len(handlers)
     assert handlers[before:] == [signal.SIG_DFL] * before
 
 
 def test_an_interruption_is_reported_from_another_thread():
     """The signal may arrive while the main thread writes a line, and a stream does not allow a write within a write."""
-    told = []
-    with Interruption(lambda line: told.append((line, threading.current_thread()))) as interruption:
+    told, stopped = [], []
+    with Interruption(lambda line: told.append((line, threading.current_thread())), lambda: stopped.append(True)):
         send(signal.SIGINT)
-        assert interruption.requested
+        assert stopped == [True]
     ((line, thread),) = told
     assert "stopping after this step" in line and thread is not threading.main_thread()
 
@@ -634,7 +647,7 @@ def test_an_error_that_ends_a_run_says_what_to_do(error, code, saved, unsaved, t
     step = trainer.optimizer_step
 
     def ending(*given):
-        if given[6].step == 2:
+        if given[0].progress.step == 2:
             raise error
         return step(*given)
 

@@ -13,12 +13,13 @@ import torch
 from fledge.data.pack import Rows
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
-from fledge.train import trainer
+from fledge.train import hooks, trainer
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
 from fledge.train.optim import MasterOptimizer
 from fledge.train.row_pass import Objective
 from fledge.train.stopwatch import DATA, DRAFT, OPTIMIZER, PARTS, TARGET, Stopwatch
-from fledge.train.trainer import Schedule, with_features
+from fledge.train.trainer import Run, Schedule, with_features
 from fledge.types import Features, Packed
 from support.files import metrics_of
 from support.rows import document, row_of
@@ -68,7 +69,7 @@ def delayed(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, pause: float
 
 def run_of(directory: Path, save_every: int = 100) -> list[dict[str, Any]]:
     """Three steps of two rows, with τ measured after the second and third one."""
-    target, run = tiny_target(tokenizer=False), RunDirectory(directory)
+    target, there = tiny_target(tokenizer=False), RunDirectory(directory)
     rows = Rows([document(24, (4, 20), seed=i) for i in range(8)], 64, seed=0)
     source = LiveFeatures(target, resolve_layers(None, target))
     schedule = Schedule(3, 1e-3, Objective(depth=2), rows_per_step=2, eval_every=2, save_every=save_every)
@@ -77,11 +78,9 @@ def run_of(directory: Path, save_every: int = 100) -> list[dict[str, Any]]:
         time.sleep(PAUSE)
         return {"tau": 1.5}
 
-    with run.locked():
-        trainer.train(
-            tiny_draft(target, draft_vocab_size=100), rows, source, schedule, run, save_dtype=torch.bfloat16,
-            evaluate=evaluate,
-        )  # fmt: skip
+    with there.locked():
+        run = Run(tiny_draft(target, draft_vocab_size=100), rows, source, schedule, there)
+        trainer.train(run, [Drafts(evaluate), MetricsFile(), Checkpoints()])
     return metrics_of(directory)
 
 
@@ -106,7 +105,7 @@ def test_a_delay_counts_in_its_part(part, place, name, times, tmp_path, monkeypa
 def test_saving_and_measuring_are_outside_of_the_step(tmp_path, monkeypatch) -> None:
     """A checkpoint is saved after the line of its step was written, and counts in the next one."""
     delayed(monkeypatch, RunDirectory, "save_checkpoint")
-    delayed(monkeypatch, RunDirectory, "publish")
+    delayed(monkeypatch, hooks, "save_draft")
     first, second, third = run_of(tmp_path, save_every=1)
     assert first["parts"].keys() == {*PARTS}
     assert second["parts"]["eval"] >= PAUSE and second["parts"]["save"] >= 2 * PAUSE  # the draft, and a checkpoint

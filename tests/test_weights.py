@@ -510,7 +510,7 @@ FULL_DISK = (
     + """
 run = RunDirectory(here)
 run.start("a: 1")
-run.publish(make(seed=1), torch.float32)
+save_draft(make(seed=1), run.draft, torch.float32)
 save_checkpoint(run, make(seed=1), torch.float32, {"step": 1})
 run.metrics.write_text('{"step": 1}\\n' * 20_000)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -518,7 +518,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 small = dict(hidden_size=8, own_embeddings=True, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
 big, room = {"x": torch.zeros(50_000)}, {f"x{i}": torch.zeros(2_000) for i in range(40)}
 jobs = {
-    "publish": lambda: run.publish(make(seed=2), torch.float32),
+    "publish": lambda: save_draft(make(seed=2), run.draft, torch.float32),
     "checkpoint draft": lambda: save_checkpoint(run, make(seed=2), torch.float32, {}),
     "checkpoint state": lambda: save_checkpoint(run, make(seed=2, **small), torch.bfloat16, {}, **big),
     "checkpoint state, later": lambda: save_checkpoint(run, make(seed=2, **small), torch.bfloat16, {}, **room),

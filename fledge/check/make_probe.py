@@ -15,10 +15,10 @@ from fledge.drafts.draft import Draft
 from fledge.measure.prompts import spread
 from fledge.options import default_new_tokens
 from fledge.states.layout import PRECISIONS
-from fledge.train.ranks import Ranks
+from fledge.train.hooks import Attach
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.target import PreparedTarget, target_fingerprint
-from fledge.train.trainer import Attach
+from fledge.train.trainer import Run
 
 PROMPTS = 8  # most decoded prompts
 NEW_TOKENS = 32  # most tokens of each answer
@@ -26,15 +26,13 @@ SHORT_PROMPT = 16  # with fewer tokens before the first supervised token, half o
 FEWEST_DOCUMENTS = 256  # the document of the excerpt is chosen among so many documents
 
 
-def make_probe(
-    recipe: Recipe, prepared: PreparedTarget, draft: Draft, rows: Rows, dtype: torch.dtype, ranks: Ranks,
-    say: Callable[[str], None],
-) -> Attach:  # fmt: skip
-    """A function that makes the files of a draft's probe, for `trainer.train`, which saves drafts in `dtype`.
+def make_probe(recipe: Recipe, prepared: PreparedTarget, run: Run, say: Callable[[str], None]) -> Attach:
+    """A function that makes the files of a draft's probe, in the dtype of the run's drafts.
 
     The probe's hidden states, of one training document, are computed, or read from the disk, now. The prompts are the
     beginnings of several documents. Only rank 0 needs the states, but the ranks of a sharded target compute together.
     """
+    ranks, rows, dtype = run.ranks, run.rows, run.save_dtype
     if ranks.target_ranks and ranks.leads:
         say("the draft is written without a probe for fledge check, as its ranks do not hold the target")
     if ranks.target_ranks or not (ranks.leads or prepared.target.sharded):
@@ -44,7 +42,7 @@ def make_probe(
     start, end, steps = probe.excerpt_range(document)
     length = len(document.tokens)
     features = prepared.source.features(make_row([document], length, sources=[index]))
-    states_TAD = draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
+    states_TAD = run.draft.select_states(features)[start:end].to("cpu", torch.bfloat16)
     excerpt = probe.Excerpt(torch.from_numpy(document.tokens[:end]).long(), states_TAD, steps)
     record = probe.ProbeRecord(
         layers=list(prepared.layers),

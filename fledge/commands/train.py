@@ -19,58 +19,59 @@ if TYPE_CHECKING:
     from fledge.train.checkpoint import RunDirectory
     from fledge.train.ranks import Ranks
     from fledge.train.setup.recipe import Recipe
+    from fledge.train.trainer import Hook
 
 
-def run(options: TrainOptions, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
+def run(options: TrainOptions, say: Callable[[str], None], progress: Any, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     """Trains, or continues a run, and returns the metrics of the last step.
 
-    `say` prints a message, `progress` is a `ProgressDisplay`. In a process started by torchrun, all ranks share the
-    run; a process restarted by torchrun continues the run in --out.
+    `say` prints a message, `progress` is a `ProgressDisplay`. `hooks` are called after each step, before the step's
+    metrics are written. In a process started by torchrun, all ranks share the run; a process restarted by torchrun
+    continues the run in --out.
 
     Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it. Raises
     ValueError for options that contradict each other and for a directory that another process writes to, and
     ConnectionError if another rank failed.
     """
-    options = restarted_options(options)
-    with run_ranks(options) as ranks:
-        return _run_as_rank(options, ranks, say if ranks.leads else lambda line: None, progress)
-
-
-def _run_as_rank(options: TrainOptions, ranks: Ranks, say: Callable[[str], None], progress: Any) -> dict[str, Any]:
     from fledge.train.setup.recipe_file import complete_options, resolve_recipe
 
-    with contextlib.ExitStack() as stack:
+    options = restarted_options(options)
+    with run_ranks(options) as ranks, contextlib.ExitStack() as stack:
+        say = say if ranks.leads else lambda line: None
         with ranks.together("while the run was prepared"):
             options, recorded, directory = complete_options(options, ranks.leads, say)
             if ranks.leads:
                 stack.enter_context(directory.locked(say))
             recipe = resolve_recipe(options, directory)
-        return _train(options, recipe, recorded, directory, ranks, say, progress)
+        return _train(options, recipe, recorded, directory, ranks, say, progress, hooks)
 
 
 def _train(
     options: TrainOptions, recipe: Recipe, recorded: dict[str, Any] | None, directory: RunDirectory, ranks: Ranks,
-    say: Callable[[str], None], progress: Any,
+    say: Callable[[str], None], progress: Any, hooks: Sequence[Hook],
 ) -> dict[str, Any]:  # fmt: skip
     """Trains by a resolved recipe, in a directory locked by rank 0. `recorded` are the settled values of the resumed
     run; None for a new run."""
     from fledge.check.make_probe import make_probe
     from fledge.measure.evaluator import make_evaluator
-    from fledge.publish.card import with_card
+    from fledge.publish.card import make_card
     from fledge.report.training import report_run
     from fledge.states.vllm_source import VllmFeatures
+    from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
     from fledge.train.setup.data import check_files, make_rows, summarize, training_data
     from fledge.train.setup.draft import check_shape, make_draft
     from fledge.train.setup.recipe_file import check_settled, recipe_text, settle
     from fledge.train.setup.run import (
+        LOGS,
         SAVE_DTYPE,
-        TrainingRun,
+        Display,
         check_disk,
         choose_implementation,
         make_schedule,
         run_training,
     )
     from fledge.train.setup.target import prepare_shared_target
+    from fledge.train.trainer import Run
 
     with ranks.together("while target and data were loaded"):
         if recorded is not None and ranks.leads:
@@ -88,11 +89,11 @@ def _train(
     where = "before the first step"
     with ranks.collective(where):
         schedule = replace(schedule, implementation=ranks.from_first(implementation))
+    training = Run(draft, rows, target.source, schedule, directory, ranks, SAVE_DTYPE, resumed=recorded is not None)
     with ranks.together(where):
         evaluate = make_evaluator(recipe, target, held_out, ranks, say)
         settled = settle(recipe, target, draft, rows, schedule)
-        attach = make_probe(recipe, target, draft, rows, SAVE_DTYPE, ranks, say)
-        attach = with_card(attach, recipe, target, rows, schedule, ranks, say)
+        attach = make_probe(recipe, target, training, say), make_card(recipe, target, training, say)
         if ranks.leads:
             check_disk(directory, draft, schedule.optimizer)
         if recorded is not None:
@@ -102,11 +103,14 @@ def _train(
         elif ranks.leads:
             summary = summarize(recipe, target, draft, documents, ranks)
             directory.start(recipe_text(replace(options, method=recipe.choice), settled), summary)
-    training = TrainingRun(
-        recipe, draft, rows, target.source, schedule, evaluate, attach, report_run, directory,
-        resumed=recorded is not None, ranks=ranks,
-    )  # fmt: skip
-    return run_training(training, say, progress)
+    # a step's metrics are complete before they are written, and written before the step's checkpoint
+    whole: list[Hook] = [Drafts(evaluate, attach), *hooks, MetricsFile(), Display(progress, say)]
+    if recipe.options.log and ranks.leads:
+        whole.append(LOGS[recipe.options.log]())
+    run_training(training, recipe, evaluate, [*whole, Checkpoints(say)], say)
+    if ranks.leads:
+        report_run(directory.path, say)
+    return training.metrics
 
 
 _DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # defaults of parameters of `train_draft`
@@ -126,6 +130,7 @@ def train_draft(
     data: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]] = (),
     out: str | Path = OUT,
     progress: bool = False,
+    hooks: Sequence[Hook] = (),
     **options: Any,
 ) -> TrainedDraft:
     """Trains a draft as `fledge train` does.
@@ -137,14 +142,15 @@ def train_draft(
     is None counts as not given. `aux_layers` may be a list and `template_kwargs` a dict. `config="recipe.yaml"` takes
     options from a file; keywords override the file's options. `resume="run"`, without other options, continues a
     stopped run. With `progress`, messages and a progress bar are printed to standard error; without, nothing is
-    printed. Raises TypeError for an unknown option, ValueError if the options or data are not valid, and
-    KeyboardInterrupt after an interrupted run has saved the checkpoint.
+    printed. `hooks` are called after each step (`fledge.train.trainer.Hook`). Raises TypeError for an unknown option,
+    ValueError if the options or data are not valid, and KeyboardInterrupt after an interrupted run has saved the
+    checkpoint.
     """
     from fledge.io.display import ProgressDisplay
 
     train_options = _options(target, data, out, options)
     display = ProgressDisplay(quiet=not progress)
-    metrics = run(train_options, display.say, display)
+    metrics = run(train_options, display.say, display, hooks)
     return TrainedDraft(Path(train_options.resume or train_options.out) / "draft", metrics)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from fledge.targets.interface import TrainingTarget
 from fledge.types import Features, Packed
+
+if TYPE_CHECKING:
+    from fledge.targets.interface import TrainingTarget
 
 RowIterator = Generator[Packed, None, None]
 

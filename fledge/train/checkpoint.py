@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fledge.drafts.draft import Draft
-from fledge.drafts.weights import RECIPE, draft_files, save_draft, write_files
+from fledge.drafts.weights import RECIPE, draft_files, write_files
 from fledge.io.fields import parse_json, read_json
 from fledge.io.files import (
     DiskFullError,
@@ -136,14 +136,6 @@ class RunDirectory:
         files = draft_files(draft, dtype) | {PROGRESS: json.dumps(progress).encode()} if ranks.leads else {}
         self._saving = self._writer.submit(self._write, staged, files, ranks)
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Context manager: completes a checkpoint that is being saved when the block ends, for whatever reason."""
-        try:
-            yield
-        finally:
-            self.finish_saving()
-
     def finish_saving(self) -> None:
         """Waits until the last checkpoint is complete. Raises DiskFullError, with a remedy, if the disk is full."""
         saving, self._saving = self._saving, None
@@ -247,10 +239,6 @@ class RunDirectory:
         state = name.startswith(STATE) or name in (PROGRESS, SUMS)
         remedy = f"; --init-from {self.checkpoint} starts it with the saved weights" if state else ""
         return ValueError(f"{self.checkpoint / name} cannot be read ({why}); it is damaged, start a new run{remedy}")
-
-    def publish(self, draft: Draft, dtype: torch.dtype, more: Mapping[str, bytes] | None = None) -> None:
-        """Writes the run's result, `draft/`, with `more` files in it (see `save_draft`)."""
-        save_draft(draft, self.draft, dtype, more)
 
     def truncate_metrics(self, step: int) -> None:
         """Removes the metrics of steps after `step`, which a resumed run writes again, and an incomplete last line.

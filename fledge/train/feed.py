@@ -31,7 +31,7 @@ from fledge.types import Features, Packed
 if TYPE_CHECKING:
     from fledge.drafts.draft import Draft
     from fledge.targets.interface import TrainingTarget
-    from fledge.train.trainer import Progress, Schedule
+    from fledge.train.trainer import Run
 
 AHEAD = 1  # rounds sent before a meeting, beyond the rounds that training ranks may ask for
 BEFORE, AFTER = "before the first step", "after the last step"  # names of the meetings outside of steps
@@ -48,22 +48,14 @@ class Delivery:
     rank: int
 
 
-@dataclass(frozen=True)
 class Deliveries:
-    """The rows of all steps from step `first` and row `address` on, in the order of computation: step by step, and in
-    each step the first rows of all ranks, then the second rows of all ranks, and so on."""
+    """The rows of all steps from a run's current progress on (step `first`, row `address`), in the order of
+    computation: step by step, and in each step the first rows of all ranks, then the second rows, and so on."""
 
-    rows: Rows
-    first: int
-    address: tuple[int, int]
-    steps: int
-    rows_per_step: int
-    ranks: Ranks
-
-    @classmethod
-    def of(cls, rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> Deliveries:
-        """The deliveries from the current progress to the end of a schedule."""
-        return cls(rows, progress.step, progress.address, schedule.steps, schedule.rows_per_step, ranks)
+    def __init__(self, run: Run):
+        self.rows, self.ranks, self.steps = run.rows, run.ranks, run.schedule.steps
+        self.first, self.address = run.progress.step, run.progress.address
+        self.rows_per_step = run.schedule.rows_per_step
 
     def __iter__(self) -> Iterator[Delivery]:
         address = self.address
@@ -174,11 +166,11 @@ class ReceivedFeatures:
 
 
 class Sender:
-    """Computes and sends the features of a target rank's deliveries. With `lockstep`, the target is sharded, and all
-    target ranks compute every round together."""
+    """Computes and sends the features of a target rank's deliveries. If the target is sharded, all target ranks compute
+    every round together."""
 
-    def __init__(self, source: LiveFeatures, deliveries: Deliveries, ranks: Ranks, *, lockstep: bool):
-        self.source, self.deliveries, self.ranks, self.lockstep = source, deliveries, ranks, lockstep
+    def __init__(self, source: LiveFeatures, deliveries: Deliveries, ranks: Ranks):
+        self.source, self.deliveries, self.ranks = source, deliveries, ranks
         self.failure: Exception | None = None
         self._rounds, self._done = deliveries.rounds(), 0
         self._sending: deque[tuple[int, int, Tensor, Any]] = deque()  # step, receiving rank, sent states, and the work
@@ -196,7 +188,7 @@ class Sender:
     def _send_round(self, round_: tuple[Delivery, ...], step: int) -> None:
         place = self.ranks.rank - self.ranks.size
         own = round_[place] if place < len(round_) else None
-        if own is None and not self.lockstep:
+        if own is None and not self.source.target.sharded:
             return
         while len(self._sending) > AHEAD and self._sending[0][0] <= step:
             self._wait_for_oldest()
@@ -228,24 +220,21 @@ class Sender:
             work.wait()
 
 
-def feed(
-    source: LiveFeatures, rows: Rows, draft: Draft, schedule: Schedule, progress: Progress, ranks: Ranks, *,
-    lockstep: bool, until: int, evaluate: Callable[[Draft], Any] | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
-    """The loop of a target rank, while training ranks run `trainer.train`. `progress` starts as the progress of the
+def feed(run: Run, until: int, evaluate: Callable[[Draft], Any] | None = None) -> None:
+    """The loop of a target rank, while training ranks run `trainer.train`. The progress starts as the progress of the
     training ranks. Advances `progress.step` to `until`, or until a rank asks to stop.
 
-    `lockstep` tells whether the target is sharded. `evaluate` gets `draft`, and first overwrites the weights of `draft`
-    by the trained weights. Raises the error of this rank's target, and RankError if another rank fails.
+    `evaluate` gets the run's draft, and first overwrites its weights by the trained weights. Raises the error of this
+    rank's target, and RankError if another rank fails.
     """
-    sender = Sender(source, Deliveries.of(rows, progress, schedule, ranks), ranks, lockstep=lockstep)
+    progress, ranks = run.progress, run.ranks
+    sender = Sender(run.source, Deliveries(run), ranks)
     while progress.step < until:
         sender.send(progress.step)
-        stops = any(ranks.meet(f"in step {progress.step + 1}", stopping(), sender.failure))
+        stops = any(ranks.meet(f"in step {progress.step + 1}", run.stopping, sender.failure))
         progress.step += 1
-        if evaluate and schedule.evaluates_after(progress.step):
-            evaluate(draft)
+        if evaluate and run.schedule.evaluates_after(progress.step):
+            evaluate(run.draft)
         if stops:
             break
     sender.finish()

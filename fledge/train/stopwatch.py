@@ -10,6 +10,7 @@ delayed part.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from time import perf_counter
 
@@ -24,9 +25,10 @@ DATA, TARGET, DRAFT, OPTIMIZER = PARTS = ("data", "target", "draft", "optimizer"
 
 class Stopwatch:
     """Measures the parts of a step on a device. A part lasts from `begin` to the next `begin` or to `end`, and may
-    occur several times in a step."""
+    occur several times in a step. `others` holds the seconds of parts outside of the steps."""
 
     def __init__(self, device: torch.device):
+        self.others: dict[str, float] = {}
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[tuple[str | None, torch.cuda.Event | float]] = []
 
@@ -45,6 +47,13 @@ class Stopwatch:
             if part is not None:
                 seconds[part] += end - start if self._stream is None else start.elapsed_time(end) / 1e3
         return seconds
+
+    @contextmanager
+    def outside(self, part: str) -> Iterator[None]:
+        """Context manager: adds the seconds of a block between two steps to the part in `others`."""
+        start = perf_counter()
+        yield
+        self.others[part] = self.others.get(part, 0.0) + perf_counter() - start
 
     def rows(self, rows: RowIterator) -> Iterator:
         """Yields the same rows. The wait for a row counts as `data`, and the time after a row arrives as `target`."""

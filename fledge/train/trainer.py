@@ -6,27 +6,22 @@ update equals the update of a single process on all rows (`fledge.train.ranks`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.ops.device import to_device
-from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
-from fledge.train.checkpoint import RunDirectory
-from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, ReceivedFeatures, deliveries_of_step, feed
-from fledge.train.interrupt import Interruption
+from fledge.targets.source import FeatureSource, LiveFeatures
+from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, deliveries_of_step
 from fledge.train.objective import ttt_queued
 from fledge.train.optim import MasterOptimizer, learning_rate
 from fledge.train.ranks import ALONE, Ranks
@@ -34,8 +29,8 @@ from fledge.train.row_pass import Implementation, Objective
 from fledge.train.stopwatch import DRAFT, OPTIMIZER, TARGET, Stopwatch
 from fledge.types import Features, Packed, RowSums
 
-# files that are written together with a draft, by path, made of the draft and its metrics
-Attach = Callable[[Draft, dict[str, Any]], Mapping[str, bytes]]
+if TYPE_CHECKING:
+    from fledge.train.checkpoint import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -83,155 +78,63 @@ class Progress:
     seconds: float = 0.0
 
 
-def train(
-    draft: Draft,
-    rows: Rows,
-    source: FeatureSource,
-    schedule: Schedule,
-    run: RunDirectory,
-    *,
-    save_dtype: torch.dtype,
-    evaluate: Callable[[Draft], dict[str, Any]] | None = None,
-    attach: Attach = lambda draft, metrics: {},
-    resume: bool = False,
-    report: Callable[[dict[str, Any]], None] = lambda metrics: None,
-    say: Callable[[str], None] = lambda line: None,
-    stop: Callable[[], bool] = lambda: False,
-    ranks: Ranks = ALONE,
-) -> Progress:
-    """Trains until `schedule.steps`, or until interrupted. Saves a checkpoint in either case, and returns the progress.
+@dataclass
+class Run:
+    """A training run: what is trained, on what, and how far the training is.
 
-    The draft with the best τ of `evaluate` is written to `run.draft`, or the last draft if no τ was measured, together
-    with the files, by path, that `attach` makes of the draft and the metrics. `report` is called with each step's
-    metrics, which are also written to metrics.jsonl, and `say` with a message on an interruption. A run is interrupted
-    by signals (see `Interruption`), or if `stop`, called after each step, returns True. Raises ValueError if `resume`
-    is given and the checkpoint does not belong to this run, and FloatingPointError if a gradient is not finite.
-
-    Of several `ranks`, each training rank calls `train` with the same arguments; `evaluate` may share prompts among
-    ranks, and all training ranks call `attach`. Rank 0 alone writes and reports. All ranks stop after the same step. An
-    error in one rank ends all ranks, with a message that names the error (`Ranks.meet`). Target ranks call `feed_draft`
-    instead; `source` is then `ReceivedFeatures` in the training ranks.
+    `directory` holds what hooks write, and the checkpoint of a `resumed` run. Files of the draft are written in
+    `save_dtype`. `watch` measures the parts of steps, and `metrics` are the metrics of the last step.
     """
-    with ranks.collective(BEFORE):
-        ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
-    given = schedule.betas, schedule.weight_decay, ranks, schedule.optimizer
-    optimizer = MasterOptimizer(draft.named_parameters(), *given)
-    with ranks.together(BEFORE) if ranks.target_ranks else contextlib.nullcontext():
-        progress = (_resumed(run, optimizer, schedule, rows, ranks) if resume else None) or Progress()
-        if ranks.leads:
-            run.truncate_metrics(progress.step)
 
-    if draft.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(draft.device)
+    draft: Draft
+    rows: Rows
+    source: FeatureSource
+    schedule: Schedule
+    directory: RunDirectory | None = None
+    ranks: Ranks = ALONE
+    save_dtype: torch.dtype = torch.bfloat16
+    resumed: bool = False
+    progress: Progress = field(default_factory=Progress)
+    optimizer: MasterOptimizer = field(init=False)
+    watch: Stopwatch = field(init=False)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    stopping: bool = False
 
-    def save() -> None:
-        run.save_checkpoint(draft, save_dtype, optimizer.state(), vars(progress), ranks)
+    def stop(self) -> None:
+        """Asks to stop. A single process stops after the current step. Several ranks agree to stop when they next meet
+        in a step, and stop after that step."""
+        self.stopping = True
 
-    def publish(metrics: dict[str, Any]) -> None:
-        # target ranks do not meet here
-        with nullcontext() if ranks.target_ranks else ranks.together("while the draft was written"):
-            more = attach(draft, metrics)
-            if ranks.leads:
-                run.publish(draft, save_dtype, more)
+    def prepare(self) -> None:
+        """Gives the training ranks the weights of rank 0's draft, and makes the optimizer."""
+        with self.ranks.collective(BEFORE):
+            self.ranks.copy_from_first([*self.draft.parameters(), *self.draft.buffers()])
+        given = self.schedule.betas, self.schedule.weight_decay, self.ranks, self.schedule.optimizer
+        self.optimizer = MasterOptimizer(self.draft.named_parameters(), *given)
+        self.watch = Stopwatch(self.draft.device)
 
-    with ranks.collective(BEFORE):
-        ranks.from_first(progress)  # for the target ranks
-    watch, saving_seconds = Stopwatch(draft.device), 0.0  # since the last line of metrics
-    upcoming_features = upcoming_rows(rows, progress, schedule, source, draft.device, ranks, watch)
-    with (
-        Interruption(say) as interruption, upcoming_features as upcoming, run.saving(),
-        _metrics_log(run, ranks) as log,
-    ):  # fmt: skip
+    def begin(self) -> None:
+        """Prepares the run, and restores the optimizer and the progress of a resumed run. Raises ValueError if the
+        checkpoint does not belong to this run."""
+        self.prepare()
+        with self.ranks.together(BEFORE) if self.ranks.target_ranks else nullcontext():
+            if self.resumed:
+                self._restore(self.directory)
+        if self.draft.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.draft.device)
+        with self.ranks.collective(BEFORE):
+            self.ranks.from_first(self.progress)  # for the target ranks
 
-        def stopping() -> bool:
-            return interruption.requested or stop()
-
-        while progress.step < schedule.steps:
-            start = time.perf_counter()
+    def _restore(self, directory: RunDirectory) -> None:
+        if (saved := directory.load_progress()) is not None:
             try:
-                done = optimizer_step(
-                    draft, rows, upcoming, source, schedule, optimizer, progress, ranks, stopping, watch
-                )
-            except FloatingPointError as e:
-                if ranks.target_ranks:
-                    next_is_tau = bool(evaluate) and schedule.evaluates_after(progress.step + 1)
-                    _tell(e, source, progress.step, ranks, evaluates=next_is_tau)
-                raise
-            seconds = time.perf_counter() - start
-            progress.step += 1
-            progress.seconds += seconds
-            last = progress.step == schedule.steps
-            metrics = _metrics(done, schedule, progress.step)
-            metrics |= {"room": schedule.rows_per_step * rows.row_length, "parts": watch.read()}
-            metrics |= {"seconds": seconds, "tokens_per_s": done.tokens / seconds}
-            if draft.device.type == "cuda":
-                metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
-            if evaluate and schedule.evaluates_after(progress.step):
-                if ranks.target_ranks:
-                    source.receive_sent(progress.step)
-                draft.eval()
-                start = time.perf_counter()
-                metrics |= {f"eval_{k}": v for k, v in evaluate(draft).items()}
-                metrics["parts"]["eval"] = time.perf_counter() - start
-                if metrics.get("eval_tau", -1.0) > progress.best_tau:
-                    progress.best_tau, progress.best_step = metrics["eval_tau"], progress.step
-                    start = time.perf_counter()
-                    publish(metrics)
-                    saving_seconds += time.perf_counter() - start
-            if saving_seconds:
-                metrics["parts"]["save"], saving_seconds = saving_seconds, 0.0
-            log(metrics)
-            report(metrics)
-            stops = done.stops or (ranks.total == 1 and stopping())
-            if last or progress.step % schedule.save_every == 0 or stops:
-                with interruption.saving():
-                    start = time.perf_counter()
-                    save()
-                    saving_seconds += time.perf_counter() - start
-                    # again, since a request may have come during the save
-                    stops = stops or (ranks.total == 1 and stopping())
-                    if last or stops:
-                        run.finish_saving()
-                if stops:
-                    break
-    if ranks.target_ranks:
-        source.finish(progress.step)
-        ranks.meet(AFTER, None)
-    if progress.best_step == 0 and progress.step == schedule.steps:  # τ was never measured
-        draft.eval()
-        publish({"step": progress.step})
-    return progress
-
-
-@contextmanager
-def _metrics_log(run: RunDirectory, ranks: Ranks) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Context manager: a function that appends a step's metrics to metrics.jsonl, and writes in rank 0 only."""
-    if not ranks.leads:
-        yield lambda metrics: None
-        return
-    with run.metrics.open("a") as file:
-
-        def write(metrics: dict[str, Any]) -> None:
-            file.write(json.dumps(metrics) + "\n")
-            file.flush()
-
-        yield write
-
-
-def _resumed(
-    run: RunDirectory, optimizer: MasterOptimizer, schedule: Schedule, rows: Rows, ranks: Ranks
-) -> Progress | None:
-    """Restores the optimizer from the last checkpoint. Returns the checkpoint's progress; None without a checkpoint."""
-    saved = run.load_progress()
-    if saved is None:
-        return None
-    try:
-        progress = _progress_of(saved, schedule.steps, rows)
-    except (LookupError, TypeError, ValueError) as e:
-        raise run.damage_error(f"it is not the state of this run, {type(e).__name__}: {e}") from e
-    run.load_tensors(optimizer.state(), ranks)
-    optimizer.restored()
-    return progress
+                self.progress = _progress_of(saved, self.schedule.steps, self.rows)
+            except (LookupError, TypeError, ValueError) as e:
+                raise directory.damage_error(f"it is not the state of this run, {type(e).__name__}: {e}") from e
+            directory.load_tensors(self.optimizer.state(), self.ranks)
+            self.optimizer.restored()
+        if self.ranks.leads:
+            directory.truncate_metrics(self.progress.step)
 
 
 def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
@@ -243,142 +146,175 @@ def _progress_of(saved: dict[str, Any], steps: int, rows: Rows) -> Progress:
     return progress
 
 
-def feed_draft(
-    draft: Draft, rows: Rows, source: LiveFeatures, schedule: Schedule, ranks: Ranks, *, lockstep: bool,
-    evaluate: Callable[[Draft], dict[str, Any]] | None = None,
-) -> Progress:  # fmt: skip
-    """The work of a target rank while the training ranks `train`. Returns the progress, of which only `step` is kept up
-    to date. `lockstep` tells whether the target is sharded; `evaluate` is as in `feed`."""
-    with ranks.together(BEFORE):
-        pass
-    with ranks.collective(BEFORE):
-        progress = ranks.from_first(Progress())
-    with Interruption(lambda line: None) as interruption:
-        feed(
-            source, rows, draft, schedule, progress, ranks, lockstep=lockstep, until=schedule.steps, evaluate=evaluate,
-            stopping=lambda: interruption.requested,
-        )  # fmt: skip
-    return progress
+@dataclass(frozen=True)
+class StepResult:
+    """The result of an optimizer step over all ranks: the number of steps done, the rows' summed metrics, whether a
+    rank asked to stop before the ranks met, and the `metrics` for metrics.jsonl, to which hooks may add."""
+
+    step: int
+    sums: RowSums
+    stops: bool
+    metrics: dict[str, Any]
 
 
-def _tell(error: Exception, source: ReceivedFeatures, step: int, ranks: Ranks, *, evaluates: bool) -> None:
+class Hook:
+    """What is done besides training: `train` calls the hooks of a run in their order. A subclass overrides what it
+    needs.
+
+    Every training rank calls its hooks after the same steps. Only rank 0 may write files, and ranks may communicate in
+    a hook only if all ranks do.
+    """
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Context manager around all steps of a run: code before `yield` runs before the first step, and code after
+        `yield` after the last step or a stop, unless an error ends the run."""
+        yield
+
+    def after(self, run: Run, result: StepResult) -> None:
+        """Called after each step. May add to `result.metrics`, and call `run.stop`."""
+
+    def finished(self, run: Run) -> None:
+        """Called after `Schedule.steps` steps, and when a finished run is resumed, but not after a stop."""
+
+    def meets_after(self, run: Run, step: int) -> bool:
+        """Whether the ranks that hold only the target meet the training ranks in `after` of a step."""
+        return False
+
+
+def train(run: Run, hooks: Sequence[Hook] = ()) -> Progress:
+    """Trains until `schedule.steps`, or until a hook asks to stop (`Run.stop`), and returns the progress.
+
+    Each training rank calls `train` with the same run and hooks; target ranks call `feed_draft` instead, and `source`
+    is then `ReceivedFeatures`. An error in one rank ends all ranks, with a message that names the error (`Ranks.meet`).
+    Raises ValueError if the checkpoint of a resumed run does not belong to the run, and FloatingPointError if a
+    gradient is not finite.
+    """
+    run.begin()
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook.around(run))
+        upcoming = stack.enter_context(upcoming_rows(run))
+        while run.progress.step < run.schedule.steps:
+            try:
+                result = optimizer_step(run, upcoming)
+            except FloatingPointError as e:
+                if run.ranks.target_ranks:
+                    _tell(run, e, hooks)
+                raise
+            for hook in hooks:
+                hook.after(run, result)
+            if result.stops or (run.stopping and run.ranks.total == 1):
+                break
+    if run.ranks.target_ranks:
+        run.source.finish(run.progress.step)
+        run.ranks.meet(AFTER, None)
+    if run.progress.step == run.schedule.steps:
+        for hook in hooks:
+            hook.finished(run)
+    return run.progress
+
+
+def _tell(run: Run, error: Exception, hooks: Sequence[Hook]) -> None:
     """Raises an error that occurred after a step's meeting. Raises at the next meeting, where the target ranks learn of
-    the error. Before the next meeting, the target ranks send the rows of the next step, unless τ `evaluates` first."""
-    if not evaluates:
-        source.finish(step + 2)
-    ranks.meet(f"in step {step + 1}", None, error)
-
-
-def own_rows(rows: Rows, progress: Progress, schedule: Schedule, ranks: Ranks) -> RowIterator:
-    """The rows that this rank computes, from the progress to the end of the schedule."""
-    return (rows[d.address] for d in Deliveries.of(rows, progress, schedule, ranks) if d.rank == ranks.rank)
+    the error. Before the next meeting, the target ranks send the rows of the next step, unless a hook meets first."""
+    step = run.progress.step + 1
+    if not any(hook.meets_after(run, step) for hook in hooks):
+        run.source.finish(step + 1)
+    run.ranks.meet(f"in step {step}", None, error)
 
 
 @contextmanager
-def upcoming_rows(
-    rows: Rows, progress: Progress, schedule: Schedule, source: FeatureSource, device: torch.device, ranks: Ranks,
-    watch: Stopwatch | None = None,
-) -> Iterator[Iterator[tuple[Packed, Features]]]:  # fmt: skip
-    """Context manager: `own_rows` with the rows' features. Reading ahead ends with the block. A `watch` measures the
-    wait for rows."""
-    if ranks.target_ranks:
-        source.begin(Deliveries.of(rows, progress, schedule, ranks))
-    with closing(source.ahead(own_rows(rows, progress, schedule, ranks))) as ahead:
-        timed = watch.rows(ahead) if watch else ahead
-        yield with_features(timed, source.features, device, prefetch=schedule.implementation.prefetch)
+def upcoming_rows(run: Run) -> Iterator[Iterator[tuple[Packed, Features]]]:
+    """Context manager: the rows that this rank computes, from the progress to the end of the schedule, with features.
+    Reading ahead ends with the block."""
+    deliveries = Deliveries(run)
+    if run.ranks.target_ranks:
+        run.source.begin(deliveries)
+    own = (run.rows[d.address] for d in deliveries if d.rank == run.ranks.rank)
+    with closing(run.source.ahead(own)) as ahead:
+        prefetch = run.schedule.implementation.prefetch
+        yield with_features(run.watch.rows(ahead), run.source.features, run.draft.device, prefetch=prefetch)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The result of an optimizer step over all ranks: the rows' summed metrics, the rows' tokens without filler, the
-    learning rate, the gradient norm, and whether a rank asked to stop after the step."""
-
-    total: RowSums
-    tokens: int
-    lr: float
-    norm: float
-    stops: bool
-
-
-def optimizer_step(
-    draft: Draft, rows: Rows, upcoming: Iterator[tuple[Packed, Features]], source: FeatureSource, schedule: Schedule,
-    optimizer: MasterOptimizer, progress: Progress, ranks: Ranks = ALONE, stopping: Callable[[], bool] = lambda: False,
-    watch: Stopwatch | None = None,
-) -> StepResult:  # fmt: skip
-    """One optimizer step over the next `rows_per_step` rows; advances `progress.address`. `upcoming` yields this rank's
-    rows with features. `watch` measures the parts of the step on this rank.
+def optimizer_step(run: Run, upcoming: Iterator[tuple[Packed, Features]]) -> StepResult:
+    """One optimizer step over the next `rows_per_step` rows; advances the progress. `upcoming` yields this rank's rows
+    with features.
 
     The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks. Raises FloatingPointError,
     with the probable cause, if the gradient's norm is not finite; the draft must not be saved then. Raises RankError if
     another rank fails, ends or does not answer.
     """
+    draft, source, schedule, progress, ranks = run.draft, run.source, run.schedule, run.progress, run.ranks
+    objective = schedule.objective
+    start, where = time.perf_counter(), f"in step {progress.step + 1}"
     draft.train()
-    watch = watch or Stopwatch(draft.device)
-    where = f"in step {progress.step + 1}"
-    shared = list(deliveries_of_step(rows, progress.step, progress.address, schedule.rows_per_step, ranks))
+    shared = list(deliveries_of_step(run.rows, progress.step, progress.address, schedule.rows_per_step, ranks))
     own = [d for d in shared if d.rank == ranks.rank]
-    results, tokens, failure, left = [], 0, None, len(own)
+    results, failure = [], None
     try:
-        for d in own:
-            left -= 1
-            watch.begin(TARGET)
+        for place, d in enumerate(own, 1):
+            later = own[place:]
+            run.watch.begin(TARGET)
             row, features = next(upcoming)
-            watch.begin(DRAFT)
+            run.watch.begin(DRAFT)
             key = f"{schedule.seed} {progress.step} {d.index}"
-            result = ttt_queued(draft, row, features, source.logits, schedule.objective, schedule.implementation, key)
+            result = ttt_queued(draft, row, features, source.logits, objective, schedule.implementation, key)
             results.append(result)
             del features  # frees the memory before `upcoming` starts the row after the next
-            optimizer.accumulate()
+            run.optimizer.accumulate()
     except Exception as e:  # the meeting reports the error to all ranks
         failure = e
         if ranks.target_ranks or (isinstance(source, LiveFeatures) and source.target.sharded):
-            _drop(upcoming, left)
-    watch.begin(OPTIMIZER)
-    stops = any(ranks.meet(where, stopping() if ranks.total > 1 else False, failure))
+            with suppress(Exception):  # the other ranks may wait to send or to compute the features of further rows
+                for _ in later:
+                    next(upcoming)
+    run.watch.begin(OPTIMIZER)
+    stops = any(ranks.meet(where, run.stopping and ranks.total > 1, failure))
+    tokens = 0
     for _ in range(schedule.rows_per_step):
-        tokens += rows.tokens(progress.address)
-        progress.address = rows.next(progress.address)
-    objective = schedule.objective
+        tokens += run.rows.tokens(progress.address)
+        progress.address = run.rows.next(progress.address)
     discounts = torch.tensor([objective.gamma**k for k in range(objective.depth)], dtype=torch.float64)
     discounts = to_device([discounts], draft.device)[0]
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
     with ranks.collective(where):
         scored = ranks.sum(sum(((r.scored_K() * discounts).sum() for r in results), torch.zeros_like(discounts[0])))
-        norm = optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
-        total = functools.reduce(operator.add, [r.to_host() for r in results], RowSums.zero(objective.depth))
+        norm = run.optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
+        sums = functools.reduce(operator.add, [r.to_host() for r in results], RowSums.zero(objective.depth))
         if ranks.size > 1:
-            total = RowSums.unpacked(ranks.sum(total.packed()))
-        watch.end()
+            sums = RowSums.unpacked(ranks.sum(sums.packed()))
+        run.watch.end()
         norm = norm.item()
         if not math.isfinite(norm):
-            flags = torch.zeros(len(shared))
-            for d in own:  # all rows: the ranks of a sharded target run on rows together
-                flags[d.index] = not source.finite(rows[d.address])
-            flags = ranks.sum(flags).tolist()
-            cause = _nonfinite_cause([d for d in shared if flags[d.index]], draft, progress.step)
-            raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {cause}")
-    return StepResult(total, tokens, lr, norm, stops)
+            raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {_cause(run, shared)}")
+    seconds = time.perf_counter() - start
+    progress.step += 1
+    progress.seconds += seconds
+    run.metrics = {"step": progress.step, **_metrics(sums, objective), "lr": lr, "grad_norm": norm, "tokens": tokens}
+    run.metrics |= {"supervised": sums.live_K[0].item(), "room": schedule.rows_per_step * run.rows.row_length}
+    run.metrics |= {"parts": run.watch.read(), "seconds": seconds, "tokens_per_s": tokens / seconds}
+    if draft.device.type == "cuda":
+        run.metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
+    return StepResult(progress.step, sums, stops, run.metrics)
 
 
-def _drop(upcoming: Iterator[tuple[Packed, Features]], count: int) -> None:
-    """Takes the features of a step's remaining rows after an error, since other ranks may wait to send or to compute
-    the features. Suppresses further errors: the first error is reported."""
-    with contextlib.suppress(Exception):
-        for _ in range(count):
-            next(upcoming)
-
-
-def _nonfinite_cause(damaged: Sequence[Delivery], draft: Draft, steps_done: int) -> str:
+def _cause(run: Run, shared: Sequence[Delivery]) -> str:
     """The probable cause of a gradient that is not finite, and the remedy. The cause is the target if hidden states of
-    rows are not finite (`damaged`), else in the first step the initial draft, else the learning rate."""
-    dtype = str(draft.dtype).split(".")[-1]
-    if damaged:
+    the step's rows (`shared`) are not finite, else in the first step the initial draft, else the learning rate."""
+    flags = torch.zeros(len(shared))
+    for d in shared:  # all own rows: the ranks of a sharded target run on rows together
+        if d.rank == run.ranks.rank:
+            flags[d.index] = not run.source.finite(run.rows[d.address])
+    flags = run.ranks.sum(flags).tolist()
+    dtype = str(run.draft.dtype).split(".")[-1]
+    if damaged := [d for d in shared if flags[d.index]]:
         places = " and ".join(f"row {d.index + 1} (rank {d.rank})" for d in damaged)
         return (
             f"the target computes NaN or infinite hidden states in {dtype} for {places} of the step; train with "
             "another --dtype (float32 has the widest range), or copy the target again"
         )
-    if steps_done == 0:
+    if run.progress.step == 0:
         return (
             f"this is the first step, so the initial draft overflows in {dtype}; train with --dtype float32, or start "
             "from another draft"
@@ -389,33 +325,23 @@ def _nonfinite_cause(damaged: Sequence[Delivery], draft: Draft, steps_done: int)
     )
 
 
-def _discounted(counts_K: Tensor, gamma: float) -> float:
-    """Σ_k γ^k counts_k."""
-    return sum(gamma**k * n for k, n in enumerate(counts_K.tolist()))
-
-
-def _metrics(done: StepResult, schedule: Schedule, step: int) -> dict[str, Any]:
-    """A step's metrics as they are written to metrics.jsonl."""
-    total = done.total
-    live = total.live_K.clamp_min(1)
-    committed, rounds = total.simulated
+def _metrics(sums: RowSums, objective: Objective) -> dict[str, Any]:
+    """The metrics of a step's rows: loss, simulated τ, and lists with a number for each draft step."""
+    live = sums.live_K.clamp_min(1)
+    scored = sum(objective.gamma**k * n for k, n in enumerate(sums.scored_K.tolist()))
+    committed, rounds = sums.simulated
     tau = {"tau": committed / max(rounds, 1)}
-    if schedule.objective.drop:
+    if objective.drop:
         # decoding cannot be simulated, since most slots are dropped; a mean over the trained slots, which is higher
-        tau = {"tau_slots": 1 + float((total.survive_K / live).sum())}
+        tau = {"tau_slots": 1 + float((sums.survive_K / live).sum())}
     return {
-        "step": step,
-        "loss": total.loss.item() / max(_discounted(total.scored_K, schedule.objective.gamma), 1e-9),
+        "loss": sums.loss.item() / max(scored, 1e-9),
         **tau,
-        "hit": (total.hit_K / live).tolist(),
-        "accept": (total.accept_K / live).tolist(),
-        "survive": (total.survive_K / live).tolist(),
-        "live": total.live_K.tolist(),
-        "scored": total.scored_K.tolist(),
-        "lr": done.lr,
-        "grad_norm": done.norm,
-        "tokens": done.tokens,
-        "supervised": total.live_K[0].item(),
+        "hit": (sums.hit_K / live).tolist(),
+        "accept": (sums.accept_K / live).tolist(),
+        "survive": (sums.survive_K / live).tolist(),
+        "live": sums.live_K.tolist(),
+        "scored": sums.scored_K.tolist(),
     }
 
 

@@ -24,7 +24,7 @@ from fledge.states.source import ROWS_AHEAD
 from fledge.targets.distributed import target_bytes
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.feed import AFTER, BEFORE, feed
+from fledge.train.feed import AFTER, feed
 from fledge.train.memory import (
     USABLE_FRACTION,
     DoesNotFit,
@@ -34,7 +34,6 @@ from fledge.train.memory import (
     target_memory_parts,
 )
 from fledge.train.objective import Implementation, Objective
-from fledge.train.optim import MasterOptimizer
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
 from fledge.train.setup.data import check_files, make_rows, pack_rows, total_memory, training_data
 from fledge.train.setup.draft import draft_sizes, make_draft
@@ -44,7 +43,7 @@ from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.recipe_file import check_settled, complete_options, resolve_recipe, settle
 from fledge.train.setup.run import choose_implementation, disk_space, implementations, make_schedule
 from fledge.train.setup.target import plan_target, prepare_shared_target, quantization_note, reads_features_only
-from fledge.train.trainer import Progress, Schedule, optimizer_step, upcoming_rows
+from fledge.train.trainer import Run, Schedule, optimizer_step, upcoming_rows
 
 GB = 10**9
 WARM_UP, TIMED = 2, 3  # steps; the first ones compile kernels
@@ -319,18 +318,14 @@ def time_steps(
     gpu = draft.device.type == "cuda"
     synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(draft.device)) if gpu else (lambda: None)
     schedule = replace(schedule, steps=WARM_UP + TIMED + 1)  # the last step too computes the next row's features
-    state = Progress()
+    run = Run(draft, rows, source, schedule, ranks=ranks)
     if not ranks.trains:
-        lockstep, done = source.target.sharded, WARM_UP + TIMED
-        feed(source, rows, draft, schedule, state, ranks, lockstep=lockstep, until=done)
+        feed(run, WARM_UP + TIMED)
         return 0.0, 0, None
-    with ranks.collective(BEFORE):
-        ranks.copy_from_first([*draft.parameters(), *draft.buffers()])
-    given = schedule.betas, schedule.weight_decay, ranks, schedule.optimizer
-    optimizer = MasterOptimizer(draft.named_parameters(), *given)
+    run.prepare()
     tokens, began = 0, 0.0
     with (
-        upcoming_rows(rows, state, schedule, source, draft.device, ranks) as upcoming,
+        upcoming_rows(run) as upcoming,
         progress.count("timing steps", WARM_UP + TIMED) as advance,
     ):
         for step in range(WARM_UP + TIMED):
@@ -340,13 +335,12 @@ def time_steps(
                 synchronize()
                 ranks.sum(torch.zeros(()))  # a meeting: all ranks begin together
                 tokens, began = 0, time.perf_counter()
-            tokens += optimizer_step(draft, rows, upcoming, source, schedule, optimizer, state, ranks).tokens
-            state.step += 1
+            tokens += optimizer_step(run, upcoming).metrics["tokens"]
             advance()
     synchronize()
     seconds = time.perf_counter() - began
     if ranks.target_ranks:
-        source.finish(state.step)
+        source.finish(run.progress.step)
         ranks.meet(AFTER, None)
     return seconds, tokens, torch.cuda.max_memory_allocated(draft.device) if gpu else None
 

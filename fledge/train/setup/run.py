@@ -1,13 +1,13 @@
-"""Plans the steps of a training run and how they are computed, runs the trainer, displays its progress, and prints how
-it ended and how to continue. On a GPU, the heaviest rows are tried to find settings that fit in memory."""
+"""Plans the steps of a training run and how they are computed, runs the trainer with hooks that show the progress, and
+prints how it ended and how to continue. On a GPU, the heaviest rows are tried to find settings that fit in memory."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,18 +18,19 @@ from fledge.io.display import format_bytes
 from fledge.io.files import existing_parent
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.feed import BEFORE, feed
+from fledge.train.hooks import Evaluate, Interruption
 from fledge.train.memory import CPU_SLOTS, MIN_TOKENS, USABLE_FRACTION, Trial, candidates, choose, resize_row
 from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
 from fledge.train.ranks import LostRankError, Ranks
 from fledge.train.setup.options import ComputeOptions
 from fledge.train.setup.recipe import Recipe
-from fledge.train.trainer import Attach, Schedule, feed_draft, train, with_features
+from fledge.train.trainer import Hook, Run, Schedule, StepResult, train, with_features
 
 SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
 
 Say = Callable[[str], None]
-Logger = Callable[[dict[str, Any]], None]
 
 
 def make_schedule(recipe: Recipe, rows: Rows, width: int, ranks: Ranks, lockstep: bool, say: Say) -> Schedule:
@@ -133,37 +134,6 @@ def trial_message(tokens: int, taken: int | None, available: int) -> str:
     return f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}"
 
 
-@dataclass(frozen=True)
-class TrainingRun:
-    """The components of a training run. `evaluate` measures the τ of a draft, or is None. `attach` makes the files that
-    are written together with a draft. `report_run` draws the report of a complete run. `resumed` tells
-    whether the directory holds a run to continue."""
-
-    recipe: Recipe
-    draft: Draft
-    rows: Rows
-    source: FeatureSource
-    schedule: Schedule
-    evaluate: Callable[[Draft], dict[str, Any]] | None
-    attach: Attach
-    report_run: Callable[[Path, Say], None]
-    directory: RunDirectory
-    resumed: bool
-    ranks: Ranks
-
-
-def run_training(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
-    """Trains to the last step and returns the last step's metrics. `progress` displays each step.
-
-    Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
-    ValueError, with a remedy, if the GPU runs out of memory. The message of a LostRankError has the same command.
-    """
-    try:
-        return _run(run, say, progress) if run.ranks.trains else _feed(run)
-    except LostRankError as e:
-        raise LostRankError(_stop_message(run, str(e))) from e
-
-
 def disk_space(directory: RunDirectory, draft: Draft, optimizer: str) -> tuple[int, int]:
     """The bytes that a run still writes to its directory, and the free bytes of the directory's disk.
 
@@ -187,63 +157,108 @@ def check_disk(directory: RunDirectory, draft: Draft, optimizer: str) -> None:
         )
 
 
-def _run(run: TrainingRun, say: Say, progress: Any) -> dict[str, Any]:
-    """`run_training` in a training rank."""
-    say(_start_message(run))
-    metrics: dict[str, Any] = {}
-    name, leads = run.recipe.options.log, run.ranks.leads
-    log = {"tensorboard": _tensorboard, "wandb": _wandb}[name](run.directory.path) if name and leads else None
+class Display(Hook):
+    """Shows the training on a `ProgressDisplay`, and prints the result at the end. Stops the run if the reader of
+    standard error has closed it."""
 
-    def report(step_metrics: dict[str, Any]) -> None:
-        metrics.update(step_metrics)
-        if leads:
-            progress.step(run.schedule.steps, step_metrics)
-        if log:
-            log(step_metrics)
+    def __init__(self, progress: Any, say: Say):
+        self.progress, self.say = progress, say
 
-    progress.start_training("training", run.schedule.steps)
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        self.progress.start_training("training", run.schedule.steps)
+        try:
+            yield
+        finally:
+            self.progress.close()
+
+    def after(self, run: Run, result: StepResult) -> None:
+        if run.ranks.leads:
+            self.progress.step(run.schedule.steps, result.metrics)
+        if self.progress.stderr_closed:
+            run.stop()
+
+    def finished(self, run: Run) -> None:
+        done = run.progress
+        result = f"trained in {done.seconds:.0f} s" if run.metrics else "this run was already finished"
+        result += f"; the draft is {run.directory.draft}"
+        if run.schedule.eval_every and done.best_step:  # several drafts were measured
+            result += f", of step {done.best_step:,} (decoded τ {done.best_tau:.3f})"
+        self.say(result)
+
+
+class Tensorboard(Hook):
+    """Logs the metrics for TensorBoard, in the run's directory."""
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.directory.path / "tensorboard"))
+        yield
+
+    def after(self, run: Run, result: StepResult) -> None:
+        for name, value in _scalars(result.metrics).items():
+            self._writer.add_scalar(name, value, result.step)
+
+
+class Wandb(Hook):
+    """Logs the metrics to Weights & Biases."""
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        import wandb
+
+        self._board = wandb.init(project="fledge", dir=str(run.directory.path))
+        yield
+
+    def after(self, run: Run, result: StepResult) -> None:
+        self._board.log(_scalars(result.metrics), step=result.step)
+
+
+LOGS = {"tensorboard": Tensorboard, "wandb": Wandb}  # the hooks of --log
+
+
+def run_training(run: Run, recipe: Recipe, evaluate: Evaluate | None, hooks: Sequence[Hook], say: Say) -> None:
+    """Trains to the last step. A target rank feeds the training ranks instead.
+
+    Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
+    ValueError, with a remedy, if the GPU runs out of memory. The message of a LostRankError has the same command.
+    """
+    trust = " --trust-remote-code" if recipe.options.trust_remote_code else ""
     try:
-        state = train(
-            run.draft, run.rows, run.source, run.schedule, run.directory,
-            save_dtype=SAVE_DTYPE, evaluate=run.evaluate, attach=run.attach, resume=run.resumed,
-            report=report, say=say, stop=lambda: progress.stderr_closed, ranks=run.ranks,
-        )  # fmt: skip
+        if run.ranks.trains:
+            say(_start_message(run, recipe.options.device))
+            train(run, hooks)
+        else:
+            feed_draft(run, evaluate)
     except KeyboardInterrupt:
-        progress.close()
-        say(_stop_message(run, "stopped at once"))
+        say(_stop_message(run, "stopped at once", trust))
         raise
+    except LostRankError as e:
+        raise LostRankError(_stop_message(run, str(e), trust)) from e
     except torch.OutOfMemoryError as e:
+        if not run.ranks.trains:
+            raise
         raise ValueError(f"the GPU ran out of memory; {_out_of_memory_advice(run)}") from e
-    finally:
-        progress.close()
-    if state.step < run.schedule.steps:
-        say(_stop_message(run, f"stopped after step {state.step}"))
+    if run.progress.step < run.schedule.steps:
+        say(_stop_message(run, f"stopped after step {run.progress.step}", trust))
         raise KeyboardInterrupt
-    result = f"trained in {state.seconds:.0f} s" if metrics else "this run was already finished"
-    several = run.schedule.eval_every and state.best_step  # drafts were measured
-    best = f", of step {state.best_step:,} (decoded τ {state.best_tau:.3f})" if several else ""
-    say(f"{result}; the draft is {run.directory.draft}{best}")
-    if run.ranks.leads:
-        run.report_run(run.directory.path, say)
-    return metrics
 
 
-def _feed(run: TrainingRun) -> dict[str, Any]:
-    """`run_training` in a target rank, which holds only the target."""
-    lockstep = run.source.target.sharded
-    state = feed_draft(
-        run.draft, run.rows, run.source, run.schedule, run.ranks, lockstep=lockstep, evaluate=run.evaluate
-    )
-    if state.step < run.schedule.steps:
-        raise KeyboardInterrupt
-    return {}
+def feed_draft(run: Run, evaluate: Evaluate | None = None) -> None:
+    """The work of a target rank while the others `train`; advances `progress.step`. `evaluate` is as in `feed`."""
+    run.ranks.meet(BEFORE, None)
+    with run.ranks.collective(BEFORE):
+        run.progress = run.ranks.from_first(run.progress)
+    with Interruption(lambda line: None, run.stop):
+        feed(run, run.schedule.steps, evaluate)
 
 
-def _start_message(run: TrainingRun) -> str:
+def _start_message(run: Run, device: str) -> str:
     trained = sum(p.numel() for p in run.draft.parameters() if p.requires_grad)
-    schedule = run.schedule
-    ranks = run.ranks
-    devices = run.recipe.options.device if ranks.total == 1 else f"{ranks.size} rank{'s' * (ranks.size > 1)}"
+    schedule, ranks = run.schedule, run.ranks
+    devices = device if ranks.total == 1 else f"{ranks.size} rank{'s' * (ranks.size > 1)}"
     if ranks.target_ranks:
         devices += f", fed by {ranks.target_ranks} with the target"
     return (
@@ -252,39 +267,18 @@ def _start_message(run: TrainingRun) -> str:
     )
 
 
-def _stop_message(run: TrainingRun, event: str) -> str:
-    trust = " --trust-remote-code" if run.recipe.options.trust_remote_code else ""
+def _stop_message(run: Run, event: str, trust: str) -> str:
     command = f"fledge train --resume {run.directory.path}{trust}"
     if not run.directory.checkpoint.exists():
         return f"{event}, before the first checkpoint; start again with: {command}"
     return f"{event}; continue with: {command}"
 
 
-def _out_of_memory_advice(run: TrainingRun) -> str:
+def _out_of_memory_advice(run: Run) -> str:
     saved = run.directory.checkpoint
     restart = f"continue from its weights (--init-from {saved})" if saved.exists() else "start again"
     slots = run.schedule.implementation.slots
     return f"{restart} in another --out, with fewer than {slots:,} --slots or a smaller --row-length"
-
-
-def _tensorboard(run: Path) -> Logger:
-    """A function that logs the metrics of a step, in the run's directory."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(run / "tensorboard"))
-
-    def log(metrics: dict[str, Any]) -> None:
-        for name, value in _scalars(metrics).items():
-            writer.add_scalar(name, value, metrics["step"])
-
-    return log
-
-
-def _wandb(run: Path) -> Logger:
-    import wandb
-
-    board = wandb.init(project="fledge", dir=str(run))
-    return lambda metrics: board.log(_scalars(metrics), step=metrics["step"])
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
