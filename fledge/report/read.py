@@ -9,14 +9,14 @@ from typing import Any
 
 from fledge.report import page
 from fledge.report.decoding import EvalRecord, decoding_sections, read_records, records_in
-from fledge.report.training import Run, read_run, training_sections
+from fledge.report.training import RunRecord, read_run, training_sections
 
 
 @dataclass(frozen=True)
 class Material:
     """The content of a report. `notes` are sentences about parts that were left out on reading."""
 
-    runs: list[Run]
+    runs: list[RunRecord]
     records: list[EvalRecord]
     notes: list[str] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ POINTS = 600  # most points of a line on the page
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A training run: the metrics of the steps, the options by name (`recipe`), and the summary (maybe empty)."""
 
     name: str
@@ -52,7 +52,7 @@ class Run:
         return [step for step, _ in kept], [row for _, row in kept]
 
 
-def read_run(path: Path, notes: list[str]) -> Run:
+def read_run(path: Path, notes: list[str]) -> RunRecord:
     """The run in a directory; omissions are added to `notes`. A run that is being written can be read."""
     metrics, recipe = path / "metrics.jsonl", path / "recipe.yaml"
     if not metrics.exists() and not recipe.exists():
@@ -70,7 +70,7 @@ def read_run(path: Path, notes: list[str]) -> Run:
         notes.append(f"{metrics}: {bad} incomplete lines are left out. A run that still trains may be writing one.")
     options = _options(_text(recipe)) if recipe.exists() else {}
     found = _parsed(_text(path / "summary.json")) if (path / "summary.json").exists() else {}
-    return Run(path.resolve().name, path, steps, options, mapping(found))
+    return RunRecord(path.resolve().name, path, steps, options, mapping(found))
 
 
 def report_run(directory: Path, say: Callable[[str], None]) -> None:
@@ -83,7 +83,7 @@ def _sections_of(directory: Path) -> Sections:
     return training_sections([read_run(directory, notes)]) | {"notes": notes}
 
 
-def training_sections(runs: Sequence[Run]) -> Sections:
+def training_sections(runs: Sequence[RunRecord]) -> Sections:
     """The sections of the page on the runs."""
     return {
         "targets": [run.summary.get("target") or run.recipe.get("target") for run in runs],
@@ -96,7 +96,7 @@ def training_sections(runs: Sequence[Run]) -> Sections:
     }
 
 
-def training_figures(runs: Sequence[Run]) -> list[Figure]:
+def training_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     """All figures of the runs."""
     if not runs:
         return []
@@ -123,7 +123,7 @@ def training_figures(runs: Sequence[Run]) -> list[Figure]:
     ]  # fmt: skip
 
 
-def tau(runs: Sequence[Run]) -> Figure:
+def tau(runs: Sequence[RunRecord]) -> Figure:
     """Simulated τ, and decoded τ if measured."""
     keys = {run.name: "tau" if run.series("tau")[1] else "tau_slots" for run in runs}
 
@@ -148,7 +148,7 @@ def tau(runs: Sequence[Run]) -> Figure:
     return Figure("tau", "Tokens per round (τ) over training", caption, svg)
 
 
-def acceptance(runs: Sequence[Run]) -> Figure:
+def acceptance(runs: Sequence[RunRecord]) -> Figure:
     """Acceptance by position: all positions of a single run, or the first position of several runs."""
     data = {run.name: run.columns("accept") for run in runs}
 
@@ -175,7 +175,7 @@ def acceptance(runs: Sequence[Run]) -> Figure:
     return Figure("acceptance", title, caption, drawing("acceptance", plot, height=3.1 + 0.1 * len(runs)))
 
 
-def step_parts(runs: Sequence[Run]) -> Figure:
+def step_parts(runs: Sequence[RunRecord]) -> Figure:
     """The mean time of a step by part."""
     means = {run.name: _mean_parts(run) for run in runs}
 
@@ -193,7 +193,7 @@ def step_parts(runs: Sequence[Run]) -> Figure:
     return Figure("step-parts", "Time of a step by part", caption, svg, Table(("run", "part", "ms per step"), rows))
 
 
-def _lines(name: str, title: str, caption: str, runs: Sequence[Run], panels: Sequence[tuple[str, str]]) -> Figure:
+def _lines(name: str, title: str, caption: str, runs: Sequence[RunRecord], panels: Sequence[tuple[str, str]]) -> Figure:
     """A figure with a smoothed line for each run, and a panel for each of (key, axis label)."""
 
     def plot(*all_axes) -> None:
@@ -238,21 +238,21 @@ def thinned(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tup
     return [x[i] for i in order], [float(y[i]) for i in order]
 
 
-def _mean_parts(run: Run) -> dict[str, float]:
+def _mean_parts(run: RunRecord) -> dict[str, float]:
     found = [mapping(step.get("parts")) for step in run.steps]
     found = [parts for parts in found if parts]
     means = {key: sum(number(parts.get(key)) or 0.0 for parts in found) / max(len(found), 1) for key in PARTS}
     return {key: mean for key, mean in means.items() if mean > 0}
 
 
-def _smoothing(runs: Sequence[Run], *, faint: bool = True) -> str:
+def _smoothing(runs: Sequence[RunRecord], *, faint: bool = True) -> str:
     windows = sorted({smoothing_window(len(run.steps)) for run in runs})
     span = f"{windows[0]:,}" if len(windows) == 1 else f"{windows[0]:,} to {windows[-1]:,}"
     behind = "; the thin line behind it is each step's value" if faint and len(runs) == 1 else ""
     return f"Lines are means over {span} steps{behind}." if windows[-1] > 1 else ""
 
 
-def training_line(runs: Sequence[Run]) -> list[str]:
+def training_line(runs: Sequence[RunRecord]) -> list[str]:
     """A sentence on each run."""
     lines = []
     for run in runs:
@@ -268,7 +268,7 @@ def training_line(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def vocabulary(run: Run) -> dict[str, Any] | None:
+def vocabulary(run: RunRecord) -> dict[str, Any] | None:
     """The coverage of a run's draft vocabulary, and the words that the vocabulary lacks; None if not recorded."""
     v = mapping(run.summary.get("vocabulary"))
     coverage = number(v.get("coverage"))
@@ -284,7 +284,7 @@ def vocabulary(run: Run) -> dict[str, Any] | None:
     return {"run": run.name, "coverage": coverage, "words": words, "size": shown(size, 0), "of": shown(target_size, 0)}
 
 
-def recipes(runs: Sequence[Run]) -> Table | None:
+def recipes(runs: Sequence[RunRecord]) -> Table | None:
     """The options of the runs side by side, with differing options first."""
     flat = [
         {k: v for k, v in run.recipe.items() if k != "settled"} | mapping(run.recipe.get("settled")) for run in runs
