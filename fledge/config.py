@@ -150,7 +150,7 @@ class Provenance:
 
     `target` is the target's directory or hub id and `target_layers` its number of layers. `depth` is the number of TTT
     steps, `max_length` the maximum length in tokens, and `coverage` the share of the data's tokens that are in the
-    draft's vocabulary. The hashes are those of `drafts.weights`. `template_kwargs` are the variables of the chat
+    draft's vocabulary. The hashes are those of `io.fingerprints`. `template_kwargs` are the variables of the chat
     template in training. If they were not the same for all chats, `template_modes` are all sets of them, and
     `template_kwargs` the variables that all sets share.
     """

@@ -10,8 +10,9 @@ import yaml
 from huggingface_hub import ModelCard
 
 from fledge.config import Provenance
-from fledge.drafts.weights import draft_sha256, open_draft
+from fledge.drafts.weights import open_draft
 from fledge.engines.support import unsupported
+from fledge.io.fingerprints import draft_sha256
 from fledge.io.machine import environment
 from fledge.measure.metrics import alpha_text
 from fledge.publish.card import END, MEASURED, START, card_text, cell, code, measured_row, shown_source

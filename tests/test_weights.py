@@ -21,6 +21,7 @@ from fledge.drafts import weights
 from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from fledge.io.fields import read_json
+from fledge.io.fingerprints import tokenizer_sha256
 from fledge.targets.compatibility import connect_draft
 from fledge.train.checkpoint import RunDirectory
 from support.commands import python
@@ -407,11 +408,9 @@ def test_a_draft_of_another_target_is_refused(target, changes, match):
 
 
 def test_the_right_tokenizer_is_recognised(target):
-    known = Provenance(
-        target_layers=8, tokenizer_sha256=weights.tokenizer_sha256(tiny_tokenizer()), template_sha256="other"
-    )
+    known = Provenance(target_layers=8, tokenizer_sha256=tokenizer_sha256(tiny_tokenizer()), template_sha256="other")
     connect_draft(new_draft(replace(tiny_draft(target).config, provenance=known)), target)
-    smaller = weights.tokenizer_sha256(tiny_tokenizer(vocab_size=300))
+    smaller = tokenizer_sha256(tiny_tokenizer(vocab_size=300))
     assert smaller != known.tokenizer_sha256
 
 

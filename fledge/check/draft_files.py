@@ -16,20 +16,11 @@ from fledge.check.read_probe import read_probe
 from fledge.config import DraftConfig, RopeConfig
 from fledge.data.template import ChatTemplate
 from fledge.drafts.registry import NETWORKS
-from fledge.drafts.weights import (
-    CONFIG,
-    FLOATS,
-    complete_config,
-    find_damage,
-    marked_ids,
-    meta_draft,
-    template_sha256,
-    tensor_problems,
-    vocabulary_sha256,
-)
+from fledge.drafts.weights import CONFIG, FLOATS, complete_config, find_damage, marked_ids, meta_draft, tensor_problems
 from fledge.engines.support import PLACES, TITLES, layers_read, value_at
 from fledge.io.fields import format_value, read_json, shortened
 from fledge.io.files import read_consistent
+from fledge.io.fingerprints import template_sha256, vocabulary_sha256
 from fledge.io.formats import Deviation, deviations, flat_config, is_speculators, to_engine
 from fledge.io.hub import draft_directory
 from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, weights_file

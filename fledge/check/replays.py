@@ -15,7 +15,8 @@ from fledge.check.probe import Probe, ProbeDecoding, ProbeRecord, replay, tensor
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.drafts.weights import DraftFiles, build_draft, meta_draft, target_sha256, tensor_problems
+from fledge.drafts.weights import DraftFiles, build_draft, meta_draft, tensor_problems
+from fledge.io.fingerprints import target_sha256
 from fledge.targets.interface import TrainingTarget
 
 FINAL = "the final state"  # the target's state after the last norm

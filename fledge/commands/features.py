@@ -123,7 +123,7 @@ def _manifest(
     """The manifest of the features with the given options."""
     from fledge import __version__
     from fledge.data.documents import fingerprint
-    from fledge.drafts.weights import template_sha256, tokenizer_sha256
+    from fledge.io.fingerprints import template_sha256, tokenizer_sha256
     from fledge.states.cache import FORMAT, Manifest
     from fledge.states.layout import Layout, Sizes, split_shards
     from fledge.states.writer import shard_bytes

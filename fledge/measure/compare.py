@@ -9,7 +9,8 @@ from typing import Any
 from fledge import __version__
 from fledge.decode.options import prepare_rounds
 from fledge.decode.propose import Drafting
-from fledge.drafts.weights import draft_sha256, open_draft, read_draft_config
+from fledge.drafts.weights import open_draft, read_draft_config
+from fledge.io.fingerprints import draft_sha256
 from fledge.io.machine import command, restoring_signals
 from fledge.measure.options import EvalOptions, load_engines, names, ways
 from fledge.measure.prompts import prompt_set_name, read_prompts

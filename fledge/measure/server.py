@@ -16,9 +16,10 @@ from fledge.data.template import ChatTemplate
 from fledge.decode.engine import Engine
 from fledge.decode.options import AUTO
 from fledge.decode.propose import Drafting
-from fledge.drafts.weights import draft_sha256, open_draft
+from fledge.drafts.weights import open_draft
 from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.command import trained_depth
+from fledge.io.fingerprints import draft_sha256
 from fledge.io.http import key_in, root_of
 from fledge.io.machine import environment, restoring_signals
 from fledge.measure.endpoint import Measurement, causes, decode_own, identical, measure

@@ -17,12 +17,13 @@ from fledge import __version__
 from fledge.check.draft_files import Finding, read_files, vocabulary_findings
 from fledge.check.probe import RECORD, TENSORS
 from fledge.config import DraftConfig
-from fledge.drafts.weights import CONFIG, DraftFiles, draft_sha256, open_draft
+from fledge.drafts.weights import CONFIG, DraftFiles, open_draft
 from fledge.engines.command import Serving, engine_command, trained_depth
 from fledge.engines.export import needs_export
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.fields import parse_json, read_json
 from fledge.io.files import replace_text
+from fledge.io.fingerprints import draft_sha256
 from fledge.io.hub import hub_id
 from fledge.io.tensors import INDEX, PICKLED, weights_file
 from fledge.measure.record import is_record

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fledge.config import DraftConfig, default_aux_layers, engine_layers
 from fledge.drafts.draft import Draft
-from fledge.drafts.weights import tokenizer_sha256
+from fledge.io.fingerprints import tokenizer_sha256
 from fledge.targets.interface import Target
 
 

@@ -13,7 +13,8 @@ from fledge.data.modes import shared_variables
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import new_draft
-from fledge.drafts.weights import load_draft, template_sha256, tokenizer_sha256
+from fledge.drafts.weights import load_draft
+from fledge.io.fingerprints import template_sha256, tokenizer_sha256
 from fledge.targets.compatibility import connect_draft
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.target import PreparedTarget

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fledge.data.template import ChatTemplate
-from fledge.drafts.weights import target_sha256, tokenizer_sha256
 from fledge.io.fields import parse_dtype
+from fledge.io.fingerprints import target_sha256, tokenizer_sha256
 from fledge.io.http import key_in
 from fledge.options import default_new_tokens
 from fledge.states.cache import FeatureCache
