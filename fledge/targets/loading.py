@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fledge.config import RopeConfig, llama_names
 from fledge.io.fields import first_line, parse_dtype, read_json
-from fledge.io.hub import download_files, download_weights, progress_counter, split_revision
+from fledge.io.hub import progress_counter, split_revision
 from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
 from fledge.targets.parts import ModelTarget, TargetParts
@@ -83,7 +83,6 @@ def load_target(
         if weights and (mesh is None or mesh.get_local_rank() == 0):
             # a quantized model is loaded on the final device, since some quantized models cannot be moved
             place: dict[str, Any] = {"device_map": {"": device}} if quantization and device.type != "cpu" else {}
-            download_weights(name, options["revision"])
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
                 # sizes that differ are not ignored: `_check_complete` names them
                 model, info = AutoModelForCausalLM.from_pretrained(
@@ -168,7 +167,6 @@ def _read_weights(
     if index := file_of(SAFE_WEIGHTS_INDEX_NAME):
         file_by_key = read_json(Path(index))["weight_map"]
     else:
-        download_files(name, options["revision"], [SAFE_WEIGHTS_NAME])
         if (whole := file_of(SAFE_WEIGHTS_NAME)) is None:
             return None
         with safe_open(whole, "pt") as f:
@@ -177,9 +175,7 @@ def _read_weights(
     shapes = {**needed, **more}
     keys = {key: names[key] for key in shapes if key in names}
     found: dict[str, torch.Tensor] = {}
-    files = {file_by_key[stored] for stored in keys.values()}
-    download_files(name, options["revision"], files)
-    for file in files:
+    for file in {file_by_key[stored] for stored in keys.values()}:
         with safe_open(file_of(file), "pt") as f:
             found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
     found = {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
