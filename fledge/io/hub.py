@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Protocol
 
 from fledge.io.fields import first_line, read_json
 
@@ -20,13 +19,8 @@ DRAFT_FILES = (
 )  # fmt: skip
 
 
-class Counter(Protocol):
-    """A callable like `ProgressDisplay.count`: shows the finished items of `total`. `unit` names the items."""
-
-    def __call__(self, label: str, total: int, *, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        """A context manager that yields a function, to be called with the number of newly finished items."""
-
-
+# shows the finished items of `total`, as `ProgressDisplay.count` does: called with a label, `total` and `unit`
+Counter = Callable[..., AbstractContextManager[Callable[[int], None]]]
 _counter: ContextVar[Counter | None] = ContextVar("counter of loaded tensors", default=None)
 
 
@@ -57,8 +51,13 @@ def hub_id(name: str | Path) -> str | None:
 
 def cached_commit(name: str | Path) -> str | None:
     """The commit of a hub model's config.json in the local cache; None if the cache lacks config.json."""
-    path = _cached(*split_revision(name), "config.json") if hub_id(name) else None
-    return path and path.parent.name
+    from huggingface_hub import try_to_load_from_cache
+
+    if not hub_id(name):
+        return None
+    repository, revision = split_revision(name)
+    path = try_to_load_from_cache(repository, "config.json", revision=revision)
+    return Path(path).parent.name if isinstance(path, str) else None
 
 
 def draft_directory(name: str | Path) -> Path:
@@ -87,32 +86,16 @@ def _download(name: str) -> Path:
         ) from e
 
 
-def _cached(repository: str, revision: str | None, file: str) -> Path | None:
-    """The path of a file in the hub library's cache, without asking the hub; None if the cache lacks the file."""
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(repository, file, revision=revision)
-    return Path(path) if isinstance(path, str) else None
-
-
-def _download_if_there(repository: str, revision: str | None, file: str) -> Path | None:
-    """The path of a file of a model after its download; None if the model has no such file."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(repository, file, revision=revision))
-    except EntryNotFoundError:
-        return None
-
-
 def architectures(name: str | Path) -> tuple[str, ...]:
     """The `architectures` in a model's config.json, by directory or hub id; () if config.json cannot be read."""
+    from huggingface_hub import hf_hub_download
+
     try:
         file = Path(name) / "config.json"
         if not Path(name).is_dir():
+            repository, revision = split_revision(name)
             with quiet_hub():
-                file = _download_if_there(*split_revision(name), "config.json")
+                file = Path(hf_hub_download(repository, "config.json", revision=revision))
         return tuple(map(str, read_json(file).get("architectures") or []))
     except Exception:  # offline, private or unknown id, no JSON: each raises another type, and the names are optional
         return ()
