@@ -209,9 +209,11 @@ def test_missing_and_unknown_columns_are_explained(tmp_path):
             with_columns([file], wrong)
     refused: list[str] = []
     read_records([file], skip=refused.append)
-    assert refused[0].endswith("Name the right ones with --columns messages=dialog")
+    assert "Name the right ones with --columns messages=COLUMN" in refused[0]
     write_rows(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
-    with pytest.raises(ValueError, match="--columns instruction=question,output=answer"):
+    with pytest.raises(
+        ValueError, match=r"its fields are answer .str., question .str.\. Name the right ones with --columns"
+    ):
         read_records([file])
 
 
@@ -237,7 +239,7 @@ def test_train_reads_compressed_data_with_columns_and_several_workers(fledge, tm
     words = ["train", "--target", tmp_path / "target", "--data", path, "--out", tmp_path / "run"]
     words += "--steps 1 --depth 2 --max-length 64 --row-length 128 --device cpu --draft-vocab 200".split()
     refused = fledge(*words)
-    assert refused.code == 2 and "--columns messages=dialog" in " ".join(refused.err.split()), refused.err
+    assert refused.code == 2 and "--columns messages=COLUMN" in " ".join(refused.err.split()), refused.err
     went = fledge(*words, "--columns", "messages=dialog", "--data-workers", 2)
     assert went.code == 0 and "39 records" in went.err, went.err
 

@@ -20,8 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fledge.data.modes import ModeWarning, untrained_mode
-from fledge.data.template import ChatTemplate
+from fledge.data.template import ChatTemplate, ModeWarning, untrained_mode
 from fledge.decode.batch import Batch, NoDrafter
 from fledge.decode.chance import ChanceWatch
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare

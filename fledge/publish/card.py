@@ -19,9 +19,9 @@ from huggingface_hub import ModelCardData
 from fledge import __version__
 from fledge.config import DraftConfig
 from fledge.data.documents import lengths_of
-from fledge.data.modes import shown_mode
 from fledge.data.read import SourceReader
 from fledge.data.sources import Source
+from fledge.data.template import shown_mode
 from fledge.drafts.weights import DraftFiles, draft_sha256
 from fledge.engines.command import Serving, engine_command, trained_depth
 from fledge.engines.export import needs_export
