@@ -121,7 +121,7 @@ def write_random_features(
         return Features(states[:T, 1:], states[:T, 0])
 
     start = time.perf_counter()
-    FeatureWriter(cache, compute, 1 << 60, 0, print, lambda tokens: None).write()
+    FeatureWriter(cache, compute, print, lambda tokens: None).write()
     taken = time.perf_counter() - start
     return cache, sum(map(cache.bytes, cache.shards)) / taken / 1e9
 

@@ -154,7 +154,7 @@ def with_server(
     words = serve_words(target.name, layers, max_model_len(target), str(states))[1:]
     words = [*words, *common_arguments(options.dtype), *options.arguments, *arguments]
     with serving(words, log, deadline) as (address, started):
-        patience = Patience(answer=40, file=20, nudge=3, released=3)
+        patience = Patience(answer=40, file=20, nudge=3)
         server = VllmServer(address, "-", print, patience=patience)
         print(f"the server started in {started:.0f} s, max_model_len {server.max_model_len}", flush=True)
         begin = time.monotonic()

@@ -360,7 +360,7 @@ def _quiet_transformers() -> None:
     """Turns off messages and progress bars of transformers and huggingface_hub. Must be called before their import."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a line for each attempt to reach it
-    if sys.argv[1:2] != ["push"]:  # whose upload takes long; on a terminal, the hub's own bars show it
+    if not sys.stderr.isatty():  # on a terminal, the hub library's own bars show downloads
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

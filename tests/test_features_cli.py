@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fledge.drafts.weights import load_draft
 from fledge.states import writer as writer_module
 from fledge.states.cache import FeatureCache
-from fledge.states.writer import RESERVED_SHARE, DiskPlan
+from fledge.states.writer import RESERVED_SHARE, disk_space
 from support.chats import tiny_chats
 from support.commands import Ran, kill_as_it_writes, python
 from support.files import listing, metrics_of, write_rows
@@ -124,7 +124,7 @@ def test_bytes_a_token_as_announced(precision: str, fledge: Fledge, tmp_path: Pa
     cache = FeatureCache.open(tmp_path / "f")
     on_disk = sum(f.stat().st_size for f in cache.path.glob("*.safetensors"))
     assert announced == pytest.approx(on_disk / cache.manifest.tokens, rel=0.01)
-    assert wrote.err.index("bytes a token") < wrote.err.index("tokens/s") < wrote.err.rindex("elapsed")
+    assert wrote.err.index("bytes a token") < wrote.err.rindex("elapsed")
 
 
 def test_a_killed_writer_continues_with_the_same_bytes(fledge: Fledge, made: Path, tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ def test_unwritten_documents_count_as_space_to_be_used(
 ) -> None:
     """A disk with space for the shards, but not for the documents beside them."""
     assert fledge(*write_words(made, tmp_path / "whole")).code == 0
-    plan = DiskPlan.of(FeatureCache.open(tmp_path / "whole"), None)
-    free = plan.total - 1 if more else int((plan.total - 1) / (1 - RESERVED_SHARE))
+    total, _ = disk_space(FeatureCache.open(tmp_path / "whole"))
+    free = total - 1 if more else int((total - 1) / (1 - RESERVED_SHARE))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2 * free, free, free))
     ran = fledge(*write_words(made, tmp_path / "f", *more))
     assert ran.code == 2 and "the features take" in ran.err and not (tmp_path / "f").exists(), ran.err
@@ -320,11 +320,11 @@ def test_a_full_disk_keeps_the_finished_shards(fledge: Fledge, made: Path, tmp_p
     replace, out = cache.replace_parts, tmp_path / "f"
 
     def full(file, parts, temporary):
-        if file.name == "shard-00002.safetensors":
-            temporary.write_bytes(parts[0])
-            temporary.unlink()
+        def broken():
+            yield parts[0]
             raise OSError(28, "No space left on device")
-        replace(file, parts, temporary)
+
+        replace(file, broken() if file.name == "shard-00002.safetensors" else parts, temporary)
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "replace_parts", full)

@@ -15,10 +15,10 @@ from tokenizers.processors import TemplateProcessing
 
 from fledge import load, train_draft
 from fledge.config import DraftConfig, Provenance
-from fledge.data.modes import ModeWarning, shared_variables
 from fledge.data.read import read_records
 from fledge.data.sources import modes_of
-from fledge.data.template import ChatTemplate
+from fledge.data.spans import training_documents
+from fledge.data.template import ChatTemplate, ModeWarning, shared_variables
 from fledge.drafts.weights import read_draft_config
 from fledge.measure.prompts import prompt_of
 from fledge.measure.run import longest_request
@@ -78,7 +78,7 @@ def test_each_source_is_rendered_with_its_own_variables(data: Path) -> None:
     template = ChatTemplate(tiny_tokenizer(QWEN3), {1}, ON)
     written = [json.dumps({"source": str(data), "template_kwargs": OFF}), str(data)]
     off, on = (read_records([source])[0] for source in written)
-    rendered = [tiny_tokenizer(QWEN3).decode(template.documents(record)[-1].tokens) for record in (off, on)]
+    rendered = [tiny_tokenizer(QWEN3).decode(training_documents(template, record)[-1].tokens) for record in (off, on)]
     assert "<think>" in rendered[0] and "<think>" not in rendered[1]
 
 
@@ -200,7 +200,7 @@ def test_rows_are_trained_on_and_answered_with_variables_of_their_own(target: Pa
     )
     off, on = read_records([str(data)])
     template = ChatTemplate(tiny_tokenizer(QWEN3), {1})
-    assert template.documents(off)[0].spans.tolist() != template.documents(on)[0].spans.tolist()
+    assert training_documents(template, off)[0].spans.tolist() != training_documents(template, on)[0].spans.tolist()
     words = ["--target", target, "--data", data, "--device", "cpu"]
     ran = fledge("regenerate", *words, "--out", tmp_path / "own.jsonl", "--max-new-tokens", 3)
     assert ran.code == 0, ran.err

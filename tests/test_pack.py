@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fledge.data.documents import Document, windows
 from fledge.data.pack import FILLER_LENGTH, Rows, make_row, pack
 from fledge.data.record import Record
+from fledge.data.spans import training_documents
 from fledge.data.template import ChatTemplate
 from fledge.data.tokenize import make_documents
 from fledge.data.vocab import choose_vocabulary
@@ -197,7 +198,7 @@ def test_the_report_counts_documents_and_refused_records():
     bad, calls = Record("bad", messages=[{"role": "user", "content": "x"}]), []
     records = [talk("A young bird."), talk("It tries its wings, falls, and tries again. " * 3), bad]
     documents, report = make_documents(records, chats, 32, skip_bad=True, advance=lambda: calls.append(1))
-    whole = [d for r in records[:2] for d in chats.documents(r)]
+    whole = [d for r in records[:2] for d in training_documents(chats, r)]
     assert (report.records, report.refused, report.windowed, len(calls)) == (3, 1, 1, 3)
     assert report.documents == len(documents) == 1 + len(windows(whole[1], 32)) > 2
     assert report.tokens == sum(len(d.tokens) for d in documents)

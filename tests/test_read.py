@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fledge.data.read import absolute_source, check_source, read_records
 from fledge.data.record import Record, parse_record
+from fledge.data.spans import training_documents
 from fledge.data.template import ChatTemplate
 from fledge.measure.prompts import first_prompt, prompt_of
 from support.files import write_rows
@@ -289,7 +290,7 @@ def test_any_row_is_read_or_refused(row):
     try:
         record = parse_record(row, "the row")
         chats.prompt_ids(first_prompt(prompt_of(record)), where=record.where)
-        chats.documents(record)
+        training_documents(chats, record)
     except ValueError as e:
         assert str(e).startswith("the row")
 

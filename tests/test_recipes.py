@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from fledge import load
 from fledge.data.documents import Document
-from fledge.data.modes import ModeWarning
 from fledge.data.pack import make_row
-from fledge.data.template import ChatTemplate
+from fledge.data.spans import training_documents
+from fledge.data.template import ChatTemplate, ModeWarning
 from fledge.drafts.weights import read_draft_config
 from fledge.targets.loading import load_target
 from fledge.train.setup.options import TrainOptions
@@ -227,7 +227,7 @@ def test_harmony_makes_a_document_of_each_turn(tmp_path: Path) -> None:
 
     chat = [*CHAT[:1], CHAT[1] | {"thinking": "can it"}, CHAT[2], {"role": "assistant", "content": "it can"}]
     template = ChatTemplate(tiny_tokenizer(HARMONY), {1}, {"reasoning_effort": "high"})
-    documents = template.documents(Record("here", messages=chat))
+    documents = training_documents(template, Record("here", messages=chat))
     supervised = [template.tokenizer.decode(d.tokens[d.spans >= 0]) for d in documents]
     assert any("<|channel|>analysis<|message|>can it" in text for text in supervised)
     assert any("<|channel|>final<|message|>it can<|return|>" in text for text in supervised)

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from fledge.data import template as template_module
-from fledge.data.answering import reasoning_field
 from fledge.data.template import ChatTemplate
 from fledge.io.http import Http
 from support.chats import tiny_chats
@@ -208,8 +207,8 @@ def test_template_arguments_reach_the_server_and_the_check(regenerate, made, tmp
 
 
 def test_reasoning_is_kept_in_the_field_that_the_template_renders(regenerate, made, tmp_path):
-    assert reasoning_field(ChatTemplate(tiny_tokenizer(REASONS), [1])) == "reasoning_content"
-    assert reasoning_field(ChatTemplate(tiny_tokenizer(), [1])) is None
+    assert ChatTemplate(tiny_tokenizer(REASONS), [1]).fields.reasoning == "reasoning_content"
+    assert ChatTemplate(tiny_tokenizer(), [1]).fields.reasoning is None
     with FakeServer(tokenizer=tiny_tokenizer(), reasoning="it falls").started() as server:
         went = regenerate(server, "--target", made / "target")
         assert went.code == 2 and "start the server without its reasoning parser" in went.err.replace("\n", " ")

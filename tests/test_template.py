@@ -19,9 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers, processors
 
+from fledge.data import spans as spans_module
 from fledge.data import template as template_module
 from fledge.data.record import Record
-from fledge.data.template import ChatTemplate, TemplateWarning, _common_prefix_length
+from fledge.data.spans import _common_prefix_length, losses, training_documents
+from fledge.data.template import ChatTemplate, TemplateWarning
 from support.targets import CHATML, tiny_tokenizer
 
 STOP = 1  # <|im_end|>
@@ -86,7 +88,7 @@ def chat(*turns: str, **fields) -> Record:
 
 def made(template: str | None, record: Record, stop=(STOP,), tokenizer=None, **kwargs) -> list[str]:
     chats = ChatTemplate(tokenizer or tiny_tokenizer(template), stop, kwargs)
-    return [shown(chats, d) for d in chats.documents(record)]
+    return [shown(chats, d) for d in training_documents(chats, record)]
 
 
 def shown(chats: ChatTemplate, document) -> str:
@@ -117,7 +119,7 @@ def test_each_turn_is_a_span_that_ends_with_its_stop_token():
 
 
 def test_span_ids_count_up_and_the_rest_is_minus_one():
-    (document,) = ChatTemplate(tiny_tokenizer(), [STOP]).documents(chat("u:a", "a:b", "u:c", "a:d"))
+    (document,) = training_documents(ChatTemplate(tiny_tokenizer(), [STOP]), chat("u:a", "a:b", "u:c", "a:d"))
     assert np.unique(document.spans).tolist() == [-1, 0, 1]
     assert document.tokens[document.spans >= 0].tolist().count(STOP) == 2
     assert document.tokens.dtype == document.spans.dtype and document.tokens.shape == document.spans.shape
@@ -201,7 +203,7 @@ def test_exactly_the_assistants_messages_are_supervised(turns, last, system):
     first = {"role": "system" if system else "user", "content": "Fly."}
     messages = [first, *({"role": r, "content": c} for r, c in turns), {"role": "assistant", "content": last}]
     chats = ChatTemplate(tiny_tokenizer(), [STOP])
-    (document,) = chats.documents(Record("here", messages=messages))
+    (document,) = training_documents(chats, Record("here", messages=messages))
     said = [m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant"]
     assert supervised(chats, document) == said
     assert chats.tokenizer.decode(document.tokens.tolist()) == chats.render(messages, prompt=False)
@@ -227,7 +229,7 @@ def as_decoded(chats: ChatTemplate, record: Record) -> dict[int, list[int]]:
     turns = [i for i, m in enumerate(record.messages) if m["role"] == "assistant"]
     prompts = {tuple(chats.prompt_ids(record.messages[:i])): i for i in turns}
     written: dict[int, list[int]] = {}
-    for document in chats.documents(record):
+    for document in training_documents(chats, record):
         tokens, spans = document.tokens.tolist(), document.spans.tolist()
         for span in {s for s in spans if s >= 0}:
             a = spans.index(span)
@@ -240,7 +242,7 @@ def as_decoded(chats: ChatTemplate, record: Record) -> dict[int, list[int]]:
 
 def test_turns_that_lose_their_reasoning_in_the_history_are_documents_of_their_own():
     chats, record = ChatTemplate(tiny_tokenizer(QWEN), [STOP]), chat(*THOUGHT)
-    assert [shown(chats, d) for d in chats.documents(record)] == [
+    assert [shown(chats, d) for d in training_documents(chats, record)] == [
         "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
         "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
         "<|im_start|>user\nThree?<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nOk.<|im_end|>»\n",
@@ -260,7 +262,7 @@ def test_the_empty_reasoning_block_of_a_prompt_is_not_supervised():
     record = chat("s:Fly.", "u:One?", "a:Yes.", "u:Two?", "a:No.")
     empty = "<think>\n\n</think>\n\n"
     start = "<|im_start|>system\nFly.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
-    assert [shown(chats, d) for d in chats.documents(record)] == [
+    assert [shown(chats, d) for d in training_documents(chats, record)] == [
         f"{start}Yes.<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n{empty}«No.<|im_end|>»\n",
         f"{start}{empty}«Yes.<|im_end|>»\n",
     ]
@@ -286,12 +288,12 @@ def test_a_turn_after_a_prompt_that_opens_the_reasoning_is_a_document_of_its_own
     messages = [asked[0], reasoned("Yes.", "hm"), asked[1], reasoned("No.", "well")]
     chats = ChatTemplate(tiny_tokenizer(template), [STOP])
     record = Record("here", messages=messages)
-    assert {shown(chats, d) for d in chats.documents(record)} == {
+    assert {shown(chats, d) for d in training_documents(chats, record)} == {
         f"{ONE}<think>\n«hm\n</think>{end}Yes.<|im_end|>»",
         f"{ONE}{first}<|im_end|>{TWO}<think>\n«well\n</think>{end}No.<|im_end|>»",
     }
     as_decoded(chats, record)
-    assert chats.losses(record, chats.documents(record)) == ()
+    assert losses(chats, record, training_documents(chats, record)) == ()
 
 
 @pytest.mark.parametrize("template", [R1, QWQ, NEMOTRON], ids=["r1", "qwq", "nemotron"])
@@ -382,7 +384,7 @@ def test_long_chats_give_the_documents_of_the_slow_method(template, turns, syste
         record, found = chat(*["s:Fly."] * system, *template_turns), {}
         for most in (1, 1_000):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(template_module, "MANY_TURNS", most)
+                patch.setattr(spans_module, "MANY_TURNS", most)
                 try:
                     found[most] = made(template, record)
                 except ValueError as e:
@@ -401,7 +403,7 @@ def test_long_chats_are_rendered_in_linear_time(template, monkeypatch):
         return apply(self, messages, **kwargs)
 
     monkeypatch.setattr(type(chats.tokenizer), "apply_chat_template", count)
-    (document,) = chats.documents(chat(*turns))
+    (document,) = training_documents(chats, chat(*turns))
     assert supervised(chats, document) == ["Soon.<|im_end|>"] * 50
     assert sum(rendered) < 10 * len(turns)
 
@@ -417,8 +419,8 @@ def test_a_template_with_bos_gets_no_second_one():
     )
     chats = ChatTemplate(tokenizer, [STOP])
     record = chat("u:x", "a:y")
-    (document,) = chats.documents(record)
-    (plain,) = chats.documents(Record("here", text="Once upon a time"))
+    (document,) = training_documents(chats, record)
+    (plain,) = training_documents(chats, Record("here", text="Once upon a time"))
     for ids in (document.tokens.tolist(), chats.prompt_ids(record.messages[:1]), chats.prompt_ids("x"), plain.tokens):
         assert ids[0] == 0 and list(ids).count(0) == 1
 
@@ -437,11 +439,11 @@ def test_special_tokens_that_a_text_writes_out_are_not_doubled():
         rows = [Record("a", text=written), Record("b", text="The young bird"), Record("c", text="The" + written)]
         rows.append(Record("d", text=written, prompt_length=len(tokenizer.decode(before) + "The")))
         for row in (*rows[:2], rows[3]):
-            (document,) = chats.documents(row)
+            (document,) = training_documents(chats, row)
             assert document.tokens.tolist()[: len(before + words)] == before + words
             assert document.tokens.tolist().count(1) == int(bool(after or row.prompt_length))
         assert document.spans.tolist()[len(before)] == -1 and document.spans.tolist()[len(before) + 1] == 0
-        assert [chats.losses(row, []) for row in rows] == [("added",), (), ("added",) if after else (), ("added",)]
+        assert [losses(chats, row, []) for row in rows] == [("added",), (), ("added",) if after else (), ("added",)]
         shown = tokenizer.decode(before + after)
         with pytest.warns(
             TemplateWarning, match=re.escape(f"a prompt writes out {shown}, which the tokenizer adds too")
@@ -461,7 +463,7 @@ def test_keyword_arguments_reach_the_template():
 def test_plain_text_is_one_span_from_its_second_token():
     text = "Once upon a time a young bird"
     chats = ChatTemplate(tiny_tokenizer(None), [STOP])  # plain text needs no chat template
-    (document,) = chats.documents(Record("here", text=text))
+    (document,) = training_documents(chats, Record("here", text=text))
     assert document.spans.tolist() == [-1] + [0] * (len(document.tokens) - 1)
     assert document.tokens.tolist() == chats.prompt_ids(text)
 
@@ -470,7 +472,7 @@ def test_only_the_completion_of_a_prompt_is_supervised():
     chats = ChatTemplate(tiny_tokenizer(None), [STOP])
 
     def spans(prompt, completion):
-        (document,) = chats.documents(Record("here", text=prompt + completion, prompt_length=len(prompt)))
+        (document,) = training_documents(chats, Record("here", text=prompt + completion, prompt_length=len(prompt)))
         return shown(chats, document)
 
     assert spans("The young", " bird tries") == "The young« bird tries<|im_end|>»"
@@ -496,7 +498,7 @@ def test_special_tokens_around_a_plain_text_do_not_move_its_span(trim):
         (0, "<|pad|>«The young bird<|im_end|>»"), (3, "<|pad|>The« young bird<|im_end|>»"),
         (4, "<|pad|>The young« bird<|im_end|>»"), (9, "<|pad|>The young« bird<|im_end|>»"),
     ):  # fmt: skip
-        (document,) = chats.documents(Record("here", text="The young bird", prompt_length=behind))
+        (document,) = training_documents(chats, Record("here", text="The young bird", prompt_length=behind))
         assert shown(chats, document) == expected
 
 
@@ -562,14 +564,10 @@ ENDLESS = "{% for i in range(99999) %}{% for i in range(99999) %}\n{% set x = 1 
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no CPU-time timer on this system")
-@pytest.mark.parametrize(
-    ("template", "place"),
-    [(CHATML + "\n" + ENDLESS, " in line [56] of the template;"), ("{{ 9**(9**8) }}", "")],
-    ids=["loop", "constant"],
-)
-def test_a_template_that_does_not_end_is_stopped(template, place, monkeypatch):
+@pytest.mark.parametrize("template", [CHATML + "\n" + ENDLESS, "{{ 9**(9**8) }}"], ids=["loop", "constant"])
+def test_a_template_that_does_not_end_is_stopped(template, monkeypatch):
     monkeypatch.setattr(template_module, "RENDER_SECONDS", 0.2)
-    stopped = f"line 7: the tokenizer's chat template does not terminate: it was stopped after 0.2 s of CPU time{place}"
+    stopped = "line 7: the tokenizer's chat template does not terminate: it was stopped after 0.2 s of CPU time; fix"
     start = time.process_time()
     refused(template, chat("u:x", "a:y"), stopped)
     assert time.process_time() - start < 1, "no other chat is rendered"

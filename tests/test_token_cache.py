@@ -22,10 +22,11 @@ import pytest
 import torch
 
 from fledge.data import documents, token_cache, tokenize
-from fledge.data.documents import Document, DocumentTable, TokenFile, fingerprint, windows
-from fledge.data.pack import EpochRows, Rows, pack
+from fledge.data.documents import Document, DocumentTable, fingerprint, windows
+from fledge.data.pack import Rows, pack
 from fledge.data.read import read_records
 from fledge.data.record import Record
+from fledge.data.spans import training_documents
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, TrainingData, load_data
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
@@ -90,7 +91,7 @@ def by_definition(request: DataRequest) -> tuple[list[Document], list[Record], i
     made = []
     for record in records:
         try:
-            made += [w for d in request.template.documents(record) for w in windows(d, request.max_length)]
+            made += [w for d in training_documents(request.template, record) for w in windows(d, request.max_length)]
         except ValueError as e:
             refused.append(str(e))
     return made, held_out, len(refused)
@@ -183,7 +184,7 @@ def test_rows_are_packed_by_best_fit(open_rows: int) -> None:
         lengths = np.random.default_rng(seed).integers(1, 50, 300 * (seed > 0))
         expected = packed_by_definition(lengths.tolist(), 50, seed, open_rows)
         found = pack(table_of(lengths), 50, seed, open_rows)
-        assert found == expected and list(EpochRows(found)) == expected
+        assert found == expected
 
 
 def test_packing_many_documents_takes_seconds() -> None:
@@ -225,18 +226,6 @@ def test_only_what_decides_the_data_makes_it_anew(tmp_path: Path) -> None:
     assert not makes(request)
 
 
-def test_a_renamed_file_is_named_as_it_is_now(tmp_path: Path) -> None:
-    file = tiny_chats(tmp_path / "old.jsonl", 170)
-    file.write_text(file.read_text() + json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n")
-    first = Job(tmp_path / "c").load(asked(file, skip_bad=True, hold_out=16))
-    renamed = file.rename(tmp_path / "new.jsonl")
-    job = Job(tmp_path / "c")
-    again = job.load(asked(renamed, skip_bad=True, hold_out=16))
-    assert job.tokenized == 0 and str(again.report) == str(first.report).replace("old.jsonl", "new.jsonl")
-    assert [r.where for r in again.held_out] == [r.where.replace("old.jsonl", "new.jsonl") for r in first.held_out]
-    assert "new.jsonl, line 171 has no assistant message" in str(again.report)
-
-
 def test_a_data_set_of_the_hub_is_known_by_its_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -247,25 +236,6 @@ def test_a_data_set_of_the_hub_is_known_by_its_fingerprint(tmp_path: Path, monke
     for revision, tokenized in ((2, 2), (3, 5), (2, 5)):
         assert len(job.load(asked(f"owner/name@r{revision}")).documents) == revision
         assert job.tokenized == tokenized
-
-
-def test_an_unchanged_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file's hash is remembered, unless the file is so new that another change could leave its times as they are."""
-    chats, hashed, digest = tiny_chats(tmp_path / "chats.jsonl", 5), [], token_cache.hashlib.file_digest
-    monkeypatch.setattr(token_cache.hashlib, "file_digest", lambda f, kind: hashed.append(f.name) or digest(f, kind))
-    cache = tmp_path / "cache"
-    first = token_cache.content_sha256(chats, cache)
-    assert token_cache.content_sha256(chats, cache) == first and len(hashed) == 2 and not cache.exists()
-    now = time.time_ns()
-    monkeypatch.setattr(token_cache.time, "time_ns", lambda: now + 3 * token_cache.SETTLED_NS)
-    assert [token_cache.content_sha256(chats, cache) for _ in range(3)] == [first] * 3 and len(hashed) == 3
-    times = chats.stat()
-    chats.write_text(chats.read_text().replace("bird", "wing", 1))
-    os.utime(chats, ns=(times.st_atime_ns, times.st_mtime_ns))  # a change that keeps size and time
-    assert token_cache.content_sha256(chats, cache) != first
-    (note,) = (cache / "hashes").iterdir()
-    note.write_text("{")
-    assert token_cache.content_sha256(chats, cache) != first and len(hashed) == 5
 
 
 # -- damage, killed writers, several processes ------------------------------------------------------------------------
@@ -318,19 +288,6 @@ def test_training_does_not_read_changed_tokens(tmp_path: Path, fledge) -> None:
     assert ran.code == 0 and "is damaged (the SHA-256 of tokens.bin" in ran.err.replace("\n", " "), ran.err
     trained = [(tmp_path / run / "draft" / "model.safetensors").read_bytes() for run in "ab"]
     assert trained[0] == trained[1]
-
-
-def test_an_unchanged_cache_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, job, read = asked(tiny_chats(tmp_path / "chats.jsonl", 30)), Job(tmp_path / "c"), []
-    job.load(request)
-    now, sha256_of = time.time_ns(), token_cache.sha256_of
-    monkeypatch.setattr(token_cache.time, "time_ns", lambda: now + 3 * token_cache.SETTLED_NS)
-    monkeypatch.setattr(token_cache, "sha256_of", lambda file: read.append(file.name) or sha256_of(file))
-    job.load(request)
-    assert {"tokens.bin", "spans.bin"} < set(read)
-    read.clear()
-    job.load(request)
-    assert not read
 
 
 SLOW = """
@@ -425,82 +382,22 @@ def test_data_that_was_made_while_the_lock_was_taken_is_not_made_again(tmp_path:
     assert (job.tokenized, other.tokenized) == (0, 30)
 
 
-READER = """
-import pickle, sys
-from fledge.data.documents import fingerprint
-from fledge.data.pack import Rows
-for file in sys.argv[1:]:
-    table = pickle.load(open(file, "rb"))
-    print(fingerprint(table), len(Rows(table, 64, 0).epoch(0)), flush=True)
-"""
-
-
-def test_a_table_is_sent_to_other_processes(tmp_path: Path) -> None:
-    """A table in files is sent as their names and mapped again; one in memory is sent with its values."""
-    request = asked(tiny_chats(tmp_path / "chats.jsonl", 500))
-    (tmp_path / "file").write_text("")
-    tables = [Job(tmp_path / name).load(request).documents for name in ("cache", "file")]
-    assert isinstance(tables[0].tokens, TokenFile) and isinstance(tables[1].tokens, np.ndarray)
-    for i, table in enumerate(tables):
-        (tmp_path / f"{i}.pickle").write_bytes(pickle.dumps(table))
-    sizes = [(tmp_path / f"{i}.pickle").stat().st_size for i in (0, 1)]
-    assert sizes[0] < sizes[1] - tables[0].lengths.sum() * 8 + 10_000
-    with python(READER, tmp_path / "0.pickle", tmp_path / "1.pickle") as process:
-        said = process.communicate(timeout=120)[0].splitlines()
-    expected = by_definition(request)[0]
-    assert said == [f"{fingerprint(expected)} {len(Rows(expected, 64, 0).epoch(0))}"] * 2
-
-
-def test_documents_are_the_same_after_their_pages_were_given_back(tmp_path: Path, monkeypatch) -> None:
-    request = asked(tiny_chats(tmp_path / "chats.jsonl", 200))
-    table = Job(tmp_path / "c").load(request).documents
-    given_back = []
-    monkeypatch.setattr(documents, "RELEASE_BYTES", 1000)
-    monkeypatch.setattr(TokenFile, "release", lambda file, plain=TokenFile.release: given_back.append(1) or plain(file))
-    assert_same(table, by_definition(request)[0])
-    assert len(given_back) > 10
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of a process is read as on Linux")
-def test_memory_does_not_grow_with_a_file_that_is_read(tmp_path: Path) -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    file, count = tmp_path / "tokens", 1 << 26
-    file.touch()
-    os.truncate(file, 4 * count)
-    tokens, before = TokenFile(file, count), resident()
-    grown = [len(tokens[i : i + 500]) and resident() - before for i in range(0, count, 5_000)]
-    assert max(grown) < 1.5 * documents.RELEASE_BYTES < 4 * count / 2
-
-
 # -- disks that cannot be written -------------------------------------------------------------------------------------
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    """Lets a file take so many writes, and the half of one more."""
-    write, left = documents._write, [writes]
+@pytest.mark.parametrize("writes", [0, 1, 3])
+def test_a_disk_that_gets_full_stops_the_run(writes: int, tmp_path: Path, monkeypatch) -> None:
+    append, done = documents.TokenStore.append, []
 
-    def fail(file, data: memoryview) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            write(file, data[: len(data) // 2])
+    def fail(store, *values) -> None:
+        done.append(1)
+        if len(done) > writes:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, data)
+        append(store, *values)
 
-    monkeypatch.setattr(documents, "_write", fail)
-
-
-@pytest.mark.parametrize("writes", [0, 1, 4, 7])
-def test_on_a_full_disk_the_data_is_kept_in_memory(writes: int, tmp_path: Path, monkeypatch) -> None:
-    request, job = asked(tiny_chats(tmp_path / "chats.jsonl", 400)), Job(tmp_path / "c")
-    full_disk(monkeypatch, writes)
-    data = job.load(request)
-    assert_same(data.documents, by_definition(request)[0])
-    (said,) = job.said
-    assert re.search(
-        r"no space for the data cache in .* \(No space left on device\): the tokens are kept in memory", said
-    )
+    monkeypatch.setattr(documents.TokenStore, "append", fail)
+    with pytest.raises(OSError, match=r"no space for the tokenized data in .*; fledge train --data-cache names"):
+        Job(tmp_path / "c").load(asked(tiny_chats(tmp_path / "chats.jsonl", 400)))
     assert list((tmp_path / "c" / "tokens").iterdir()) == []
 
 

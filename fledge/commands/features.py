@@ -61,8 +61,7 @@ class FeaturesOptions(TargetOptions, DataOptions, ServedOptions):
 def run(options: FeaturesOptions, say: Callable[[str], None], progress: Any) -> None:
     """Writes all missing features; with `verify`, reads all features instead. Raises ValueError for damaged features,
     and before writing if the disk budget is too small, or if the directory holds features of other data or options."""
-    from fledge.states.directory import verify_features, write_features
-    from fledge.states.writer import parse_bytes
+    from fledge.states.writer import parse_bytes, verify_features, write_features
 
     if options.verify:
         verify_features(options.verify, say, progress)

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fledge.data.chat_fields import MARK, REASONING_FIELDS, without_spaces
+from fledge.data.messages import MARK, REASONING_FIELDS, without_spaces
 from fledge.data.record import Record
+from fledge.data.spans import turn_text
 from fledge.data.template import ChatTemplate, EndlessTemplate
 
 REPLACEMENT = "\ufffd"  # decoded from bytes of an invalid or incomplete character
@@ -57,11 +58,6 @@ def answered_conversation(record: Record, messages: list[dict[str, Any]]) -> dic
     fields = {"prompt": messages[:length], "completion": messages[length:]} if length else {"messages": messages}
     own = {"tools": record.tools, "chat_template_kwargs": record.template_kwargs}
     return fields | {name: value for name, value in own.items() if value}
-
-
-def reasoning_field(template: ChatTemplate) -> str | None:
-    """The field of an assistant message that a template renders as reasoning; None if the template drops reasoning."""
-    return template.fields.reasoning
 
 
 def stops_at_tool(record: Record) -> bool:
@@ -123,7 +119,7 @@ def _readings(
     tools: list[Any] | None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The candidates for the message of an answer, the best first."""
-    whole = template.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    whole = _decoded(template, ids)
     for generated in dict.fromkeys([whole, text]):  # some schemas read the stop token
         if parsed := _parsed(template.tokenizer, generated, before, tools):
             yield parsed
@@ -161,7 +157,7 @@ def _rendered(
 ) -> str | None:  # fmt: skip
     """Messages ending with an answer, rendered as in training after the prompt `before`; None if refused."""
     try:
-        return template.turn(Record("chat", messages=messages, tools=tools), before)
+        return turn_text(template, Record("chat", messages=messages, tools=tools), before)
     except EndlessTemplate:
         raise
     except ValueError:
@@ -198,5 +194,5 @@ def text_prompt(template: ChatTemplate, text: str, limit: int) -> tuple[list[int
     return template.prompt_ids(kept())[: len(ids)], kept()
 
 
-def _decoded(template: ChatTemplate, ids: list[int]) -> str:
+def _decoded(template: ChatTemplate, ids: Sequence[int]) -> str:
     return template.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -72,38 +71,20 @@ def make_row(
 # -- rows of epochs -----------------------------------------------------------------------------------------------
 
 
-class EpochRows(Sequence[list[int]]):
-    """The document indices of each row of an epoch, held as two arrays."""
-
-    def __init__(self, rows: Sequence[Sequence[int]]):
-        self.ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-        self.documents = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, i: int) -> list[int]:
-        end = self.ends[i]  # raises IndexError after the last row
-        return self.documents[self.ends[i - 1] if i % len(self) else 0 : end].tolist()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EpochRows) and list(self) == list(other)
-
-
 class Rows:
     """The packed rows of all epochs, addressed by (epoch, index of the row within the epoch)."""
 
     def __init__(self, documents: Sequence[Document], row_length: int, seed: int):
         self.documents, self.row_length, self.seed = documents, row_length, seed
         self._lengths, self._supervised = lengths_of(documents), supervised_of(documents)
-        self._epochs: dict[int, EpochRows] = {}  # the latest epoch and the one before it
+        self._epochs: dict[int, list[list[int]]] = {}  # the latest epoch and the one before it
 
-    def epoch(self, epoch: int) -> EpochRows:
+    def epoch(self, epoch: int) -> list[list[int]]:
         """The document indices of each row of an epoch."""
         if epoch not in self._epochs:
             previous = {e: rows for e, rows in self._epochs.items() if e == epoch - 1}
             packed = pack(self.documents, self.row_length, seed=self.seed * 1_000_003 + epoch)
-            self._epochs = previous | {epoch: EpochRows(packed)}
+            self._epochs = previous | {epoch: packed}
         return self._epochs[epoch]
 
     def __getitem__(self, address: tuple[int, int]) -> Packed:
@@ -136,10 +117,9 @@ class Rows:
         The first is the row with the most supervised tokens; a row with the longest document follows, unless the first
         row has a document of that length. Rows of later epochs are packed differently and may need more memory.
         """
-        epoch = self.epoch(0)
-        starts = epoch.ends - np.diff(epoch.ends, prepend=0)
-        supervised = np.add.reduceat(self._supervised[epoch.documents], starts)
-        longest = np.maximum.reduceat(self._lengths[epoch.documents], starts)
-        most = int(supervised.argmax())
-        indices = [most] if longest[most] == longest.max() else [most, int(longest.argmax())]
+        rows = self.epoch(0)
+        supervised = [int(self._supervised[row].sum()) for row in rows]
+        longest = [int(self._lengths[row].max()) for row in rows]
+        most, longest_row = supervised.index(max(supervised)), longest.index(max(longest))
+        indices = [most] if longest[most] == max(longest) else [most, longest_row]
         return [self[0, i] for i in indices]

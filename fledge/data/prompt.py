@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fledge.config import Provenance
-from fledge.data.modes import ModeWarning, untrained_mode
-from fledge.data.template import ChatTemplate
+from fledge.data.template import ChatTemplate, ModeWarning, untrained_mode
 from fledge.types import Prompt
 
 

@@ -40,11 +40,6 @@ class SourceReader:
         given = self.source.columns or (self.hub.columns if self.hub else None) or {}
         self.columns = check_columns(dict(given), f"`columns` of {self.name}")
 
-    @property
-    def names(self) -> list[str]:
-        """The first part of every record's location: the names of the source's files, or the hub id."""
-        return [str(file) for file in self.files] if self.local else [self.name]
-
     @functools.cached_property
     def hub_data(self) -> Any:
         """The data set of a hub id, a `datasets.Dataset`."""

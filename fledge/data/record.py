@@ -4,12 +4,11 @@ a row may have other names than those of fledge's layouts."""
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import NoneType
 from typing import Any
 
+from fledge.data.messages import check_json, check_messages, check_text, shown
 from fledge.io.fields import check_template_kwargs, parse_json
 
 SHAREGPT_ROLES = {
@@ -20,7 +19,6 @@ SHAREGPT_ROLES = {
 ROLE_NAMES, CONTENT_NAMES = ("role", "from", "speaker"), ("content", "value", "text")  # of the fields of a message
 LAYOUTS = "`messages`, `conversations`, `turns`, `prompt`, `instruction` or `text`"
 TEMPLATE_FIELDS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
-TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")  # the fields of a message that templates render
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def _parse_layout(row: dict[str, Any], where: str) -> Record:
         return _chat(row, _message_list(row, listed, where), where)
     if isinstance(turns := row.get("turns"), list) and turns:
         if not all(isinstance(t, str) for t in turns):
-            raise ValueError(f"{where}: its `turns` are not a list of strings: {_short(turns)}")
+            raise ValueError(f"{where}: its `turns` are not a list of strings: {shown(turns)}")
         return Record(where, turns=tuple(check_text(t, where) for t in turns))
     if prompt is not None and completion is not None:
         return _prompt_completion(row, prompt, completion, where)
@@ -85,33 +83,8 @@ def _parse_layout(row: dict[str, Any], where: str) -> Record:
     found = ", ".join(f"{k} ({type(row[k]).__name__})" for k in sorted(row)[:12])
     raise ValueError(
         f"{where} has none of {LAYOUTS}, or they are empty; its fields are {found or 'none'}. Name the right ones with "
-        f"--columns {suggestion(row)}"
+        "--columns messages=COLUMN, or --columns instruction=COLUMN,output=COLUMN"
     )
-
-
-def check_messages(messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Normalizes messages to the form that chat templates take, with every content a string.
-
-    A list of text parts is joined by newlines, as in vLLM. Null is allowed as the content of an assistant message that
-    calls tools. Raises ValueError, naming the location, for any other content (images, numbers, objects, null) and for
-    values that JSON cannot represent.
-    """
-    checked = [_message(m, where, i) for i, m in enumerate(messages, 1)]
-    try:  # a fast check for messages that contain only strings, as nearly all do
-        "".join([text for m in checked for field in m.items() for text in field]).encode()
-    except (TypeError, UnicodeEncodeError):
-        for i, m in enumerate(checked, 1):
-            _check_json(m, f"{where}, message {i}")
-    return checked
-
-
-def check_text(text: str, where: str) -> str:
-    """Returns the text. Raises ValueError, naming the location, if it contains an unpaired surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError(f"{where}: {_surrogate_message(e)}") from e
-    return text
 
 
 # -- layouts ------------------------------------------------------------------------------------------------------
@@ -124,7 +97,7 @@ def _chat(row: dict[str, Any], messages: list[Any], where: str, prompt_length: i
         checked = [*check_messages([{"role": "system", "content": row["system"]}], f"{where}, `system`"), *checked]
         prompt_length += bool(prompt_length)  # the system message is part of the prompt
     if tools:
-        _check_json(tools, f"{where}, `tools`")
+        check_json(tools, f"{where}, `tools`")
     return Record(where, messages=checked, tools=tools, prompt_length=prompt_length)
 
 
@@ -138,7 +111,7 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
 def _message_list(row: dict[str, Any], listed: Any, where: str) -> list[Any]:
     """The value of `messages` or `conversations` as messages with `role` and `content`."""
     if isinstance(listed, str) and not listed.lstrip().startswith("["):
-        raise ValueError(f"{where}: its messages are a str, not a list: {_short(listed)}")
+        raise ValueError(f"{where}: its messages are a str, not a list: {shown(listed)}")
     listed = _json_value(listed, list, f"{where}: its messages")
     if all(map(_has_role, listed)):
         return [_known_role(m) for m in listed]
@@ -151,10 +124,10 @@ def _json_value(given: Any, kind: type, what: str) -> Any:
     try:
         value = parse_json(given) if isinstance(given, str) else given
     except ValueError as e:
-        raise ValueError(f"{what} are a text that is not JSON: {_short(given)}") from e
+        raise ValueError(f"{what} are a text that is not JSON: {shown(given)}") from e
     if not isinstance(value, kind):
         wanted = "a list" if kind is list else "an object"
-        raise ValueError(f"{what} are a {type(value).__name__}, not {wanted}: {_short(given)}")
+        raise ValueError(f"{what} are a {type(value).__name__}, not {wanted}: {shown(given)}")
     return value
 
 
@@ -180,10 +153,10 @@ def _sharegpt(turn: Any, where: str) -> dict[str, Any]:
     fields = turn if isinstance(turn, dict) else {}
     role, content = (next((n for n in known if n in fields), None) for known in (ROLE_NAMES, CONTENT_NAMES))
     if role is None or (content is None and not fields.get("tool_calls")):
-        raise ValueError(f"{where}: a ShareGPT turn needs `from` and `value`, got {_short(turn)}")
+        raise ValueError(f"{where}: a ShareGPT turn needs `from` and `value`, got {shown(turn)}")
     speaker = turn[role]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        raise ValueError(f"{where}: unknown speaker {_short(speaker)}; the known ones are {', '.join(SHAREGPT_ROLES)}")
+        raise ValueError(f"{where}: unknown speaker {shown(speaker)}; the known ones are {', '.join(SHAREGPT_ROLES)}")
     kept = {field: turn[field] for field in TEMPLATE_FIELDS if turn.get(field) is not None}
     if speaker == "function_call" and "tool_calls" not in kept:
         return {"role": "assistant", "content": None, "tool_calls": _called(turn[content], where)} | kept
@@ -199,7 +172,7 @@ def _called(value: Any, where: str) -> list[dict[str, Any]]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise ValueError(
-            f"{where}: a function_call turn needs a JSON object with `name` and `arguments`, got {_short(value)}"
+            f"{where}: a function_call turn needs a JSON object with `name` and `arguments`, got {shown(value)}"
         )
     named = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     return [{"type": "function", "function": function} for function in named]
@@ -229,79 +202,13 @@ def _instruction(row: dict[str, Any], where: str) -> list[Any]:
     history = row.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{where}: its `history` is not a list of [instruction, output] pairs: {_short(pair)}")
+            raise ValueError(f"{where}: its `history` is not a list of [instruction, output] pairs: {shown(pair)}")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     extra = row.get("input")
     if not isinstance(extra, str | None):
-        raise ValueError(f"{where}: its `input` is a {type(extra).__name__}, not a string: {_short(extra)}")
+        raise ValueError(f"{where}: its `input` is a {type(extra).__name__}, not a string: {shown(extra)}")
     content = row["instruction"] + (f"\n{extra}" if extra else "")
     return [*messages, {"role": "user", "content": content}]
-
-
-# -- messages -----------------------------------------------------------------------------------------------------
-
-
-def _message(message: Any, where: str, number: int) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or _lacks_content(message):
-        raise ValueError(f"{where}, message {number} needs a `role` and a `content`, got {_short(message)}")
-    if {str}.issuperset(map(type, message.values())):  # the common case needs no changes
-        return message
-    # table formats store absent fields as null, and some templates treat a field that is null as present
-    cleaned = {k: v for k, v in message.items() if k == "content" or (v is not None and (k, v) != ("tool_calls", []))}
-    for field in TEXT_FIELDS:
-        if not isinstance(cleaned.get(field, ""), (str, NoneType)):
-            cleaned[field] = _join_parts(cleaned[field], field, f"{where}, message {number}")
-    return cleaned
-
-
-def _lacks_content(message: dict[str, Any]) -> bool:
-    """Whether the content is missing or null, except in an assistant message that calls tools."""
-    return message.get("content") is None and not (message["role"] == "assistant" and message.get("tool_calls"))
-
-
-def _join_parts(content: Any, field: str, where: str) -> str:
-    """The text of a list of text parts, joined by newlines."""
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(
-            f"{where}: its {field} is {_short(content)}, but fledge only reads text: a string, or a list of "
-            '{"type": "text", "text": ..} parts'
-        )
-    return "\n".join(texts)
-
-
-# -- values -------------------------------------------------------------------------------------------------------
-
-
-def _check_json(value: Any, where: str) -> None:
-    """Raises ValueError, naming the location, for a value that cannot be written as JSON in UTF-8, such as the dates
-    and bytes of parquet files."""
-
-    def refuse(part: Any) -> None:
-        kind = type(part).__name__
-        raise ValueError(f"{where}: it contains a {kind}, which JSON cannot represent; convert it to a string")
-
-    try:
-        json.dumps(value, ensure_ascii=False, default=refuse).encode()
-    except UnicodeEncodeError as e:
-        raise ValueError(f"{where}: {_surrogate_message(e)}") from e
-    except RecursionError as e:
-        raise ValueError(f"{where}: it is nested too deeply to be read") from e
-
-
-def _surrogate_message(error: UnicodeEncodeError) -> str:
-    surrogate, before = error.object[error.start], error.object[max(error.start - 30, 0) : error.start]
-    return f"the escape \\u{ord(surrogate):x} after {before!r} is an unpaired surrogate; remove it"
-
-
-def _short(value: Any) -> str:
-    return _SHORT.repr(value)
-
-
-_SHORT = reprlib.Repr()  # unlike repr(), it also limits the depth
-_SHORT.maxstring = _SHORT.maxother = 60
-_SHORT.maxlist = 12
 
 
 # -- columns with other names -------------------------------------------------------------------------------------
@@ -351,16 +258,3 @@ def map_columns(row: Any, columns: Mapping[str, str], where: str) -> Any:
         raise ValueError(f"{where} has no column {missing}, which `columns` names; its columns are {found}")
     beside = {name: row[name] for name in BESIDE if name in row and name not in columns}
     return beside | {name: row[column] for name, column in columns.items()}
-
-
-def suggestion(row: Mapping[str, Any]) -> str:
-    """A mapping of --columns to try for a row without a layout of fledge, guessed from the row's types and names."""
-    lists = [k for k, v in row.items() if isinstance(v, list) and v and all(isinstance(x, dict) for x in v)]
-    texts = [k for k, v in row.items() if isinstance(v, str)]
-    asked = next((k for k in texts if k.lower() in ("question", "query", "problem", "user", "input", "context")), None)
-    told = next((k for k in texts if k.lower() in ("answer", "response", "solution", "assistant", "output")), None)
-    if lists:
-        return f"messages={lists[0]}"
-    if asked and told:
-        return f"instruction={asked},output={told}"
-    return "messages=COLUMN, or instruction=COLUMN,output=COLUMN"

@@ -13,10 +13,9 @@ from typing import IO, Any
 from fledge.data.sources import COMPRESSED, READABLE
 from fledge.io.fields import first_line, parse_json
 
-CHUNK = 1 << 20  # characters of a JSON list that are read at a time
 BATCH_ROWS = 256  # rows of a table that are converted at a time
-LONGEST = 1 << 26  # characters of a line, and of a record
-LONGEST_TEXT = 1 << 30  # characters of a text file, which is a record, and of a cell
+LONGEST = 1 << 26  # characters of a line
+LONGEST_TEXT = 1 << 30  # characters of a compressed file without lines, and of a cell
 TEXT_FORMATS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")  # the formats that may be compressed
 SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -34,7 +33,8 @@ def is_readable(path: Path) -> bool:
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, each with its location. Only a few rows are in memory at a time.
+    """The rows of a file, each with its location. Only a few rows are in memory at a time, except of a JSON list, whose
+    whole text is.
 
     Raises ValueError, naming the file and the line or row, for a file that cannot be read: an unknown format, damaged,
     truncated, not UTF-8, or not JSON.
@@ -97,14 +97,13 @@ def _json(path: Path) -> Iterator[Row]:
     if _is_lines(path):
         yield from _lines(path)
         return
-    with _open(path) as f:
-        buffer = _Buffer(f)
-        if buffer.peek() == "[":
-            yield from _list_items(buffer, path)
-        else:
-            row = _parse(buffer.text + _all(f, LONGEST), str(path))
-            _check_no_list_of_records(row, path)
-            yield row, f"{path}, record 1"
+    text = _whole(path)
+    if text.startswith("[", SPACE.match(text).end()):
+        yield from _list_items(text, path)
+    else:
+        row = _parse(text, str(path))
+        _check_no_list_of_records(row, path)
+        yield row, f"{path}, record 1"
 
 
 def _check_no_list_of_records(row: Any, path: Path) -> None:
@@ -131,81 +130,40 @@ def _is_lines(path: Path) -> bool:
         return any(line.strip() for line in lines)
 
 
-def _list_items(buffer: _Buffer, path: Path) -> Iterator[Row]:
+def _list_items(text: str, path: Path) -> Iterator[Row]:
     """The items of a JSON list. Raises ValueError, naming the record, for an item or a list that is not JSON."""
-    number, opening = 0, "["
-    while buffer.take(opening if not number else ","):
-        if not number and buffer.peek() == "]":
+    number, at, parse = 0, SPACE.match(text).end(), json.JSONDecoder().raw_decode
+    while text.startswith("," if number else "[", at):
+        at = SPACE.match(text, at + 1).end()
+        if not number and text.startswith("]", at):
             break
-        where = f"{path}, record {number + 1}"
-        buffer.peek()
+        number += 1
+        where = f"{path}, record {number}"
         try:
-            yield buffer.value(), where
+            row, at = parse(text, at)
         except RecursionError as e:
             raise ValueError(f"{where} is nested too deeply to be read as JSON. Fix or remove it") from e
         except json.JSONDecodeError as e:
             raise ValueError(f"{where} is not JSON: {e.msg}. Fix or remove it; nothing was skipped") from e
-        number += 1
-    if not buffer.take("]") or buffer.peek():
+        yield row, where
+        at = SPACE.match(text, at).end()
+    if text[at:].strip() != "]":
         raise ValueError(
             f"{path} is not JSON: after record {number}, the list neither goes on nor ends. Fix it; nothing was skipped"
         )
 
 
-class _Buffer:
-    """A text that is read in pieces: `text` is the current piece, whose first `at` characters are consumed."""
-
-    def __init__(self, f: IO[str]):
-        self.f, self.text, self.at = f, "", 0
-
-    def more(self) -> bool:
-        """Reads more text; at least doubles the unconsumed text, so that a long value is parsed only a few times."""
-        if len(self.text) - self.at > LONGEST:
-            raise _Damaged(f"it has a record of more than {LONGEST:,} characters")
-        new = self.f.read(max(CHUNK, len(self.text) - self.at))
-        self.text, self.at = self.text[self.at :] + new, 0
-        return bool(new)
-
-    def peek(self) -> str:
-        """Skips white space and returns the next character, unconsumed; "" at the end of the text."""
-        while (at := SPACE.match(self.text, self.at).end()) == len(self.text):
-            self.at = at
-            if not self.more():
-                return ""
-        self.at = at
-        return self.text[at]
-
-    def take(self, character: str) -> bool:
-        """Consumes the next character if it equals `character`. Returns whether it does."""
-        if found := self.peek() == character:
-            self.at += 1
-        return found
-
-    def value(self) -> Any:
-        """Consumes the JSON value at the current position. Raises json.JSONDecodeError if there is no JSON value."""
-        while True:
-            try:
-                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
-            except json.JSONDecodeError:
-                if not self.more():
-                    raise
-                continue
-            if end == len(self.text) and self.more():  # a number may go on
-                continue
-            self.at = end
-            return value
-
-
 def _text(path: Path) -> Iterator[Row]:
+    yield {"text": _whole(path)}, str(path)
+
+
+def _whole(path: Path) -> str:
+    """The text of a file. Raises _Damaged for more than LONGEST_TEXT characters in a compressed file, which may hold a
+    thousand times as much as its size."""
     with _open(path) as f:
-        yield {"text": _all(f, LONGEST_TEXT)}, str(path)
-
-
-def _all(f: IO[str], most: int) -> str:
-    """The rest of a text. Raises _Damaged for more than `most` characters."""
-    text = f.read(most + 1)
-    if len(text) > most:
-        raise _Damaged(f"it has more than {most:,} characters")
+        text = f.read(LONGEST_TEXT + 1 if path.suffix in COMPRESSED else -1)
+    if path.suffix in COMPRESSED and len(text) > LONGEST_TEXT:
+        raise _Damaged(f"it has more than {LONGEST_TEXT:,} characters")
     return text
 
 

@@ -132,7 +132,7 @@ def _from_mapping(given: Mapping[str, Any]) -> Source:
 
 
 def modes_of(sources: Iterable[str], template_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], ...]:
-    """The distinct modes of data sources (see `data.modes`), in order. A source's own variables take precedence over
+    """The distinct modes of data sources (see `data.template`), in order. A source's own variables take precedence over
     `template_kwargs`."""
     modes: list[dict[str, Any]] = []
     for source in sources:

@@ -12,19 +12,18 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from fledge.data.documents import SPANS, TOKENS, DocumentTable, TokenCounts, TokenFile, TokenStore, fingerprint
+from fledge.data.documents import SPANS, TOKENS, DocumentTable, TokenCounts, TokenStore, fingerprint, read_tokens
 from fledge.data.read import SourceReader, select
 from fledge.data.record import Record
 from fledge.data.rows import format_of
@@ -38,7 +37,6 @@ from fledge.io.files import (
     disk_full_errno,
     exclusive_lock,
     replace_directory,
-    replace_text,
     sha256_of,
     sibling_path,
 )
@@ -47,7 +45,6 @@ MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"
 FILES = (MANIFEST, TABLE, TOKENS, SPANS)
 POLL_SECONDS = 0.2  # between two looks at whether another process has made the data
-SETTLED_NS = 2_000_000_000  # a younger file may change again within one tick of the file system's clock
 
 Say = Callable[[str], None]
 Count = Callable[[str, int | None], AbstractContextManager[Callable[[], None]]]
@@ -79,10 +76,10 @@ class TrainingData:
     copies: int
 
 
-def data_files(sources: Sequence[str], cache: Path) -> dict[str, str]:
+def data_files(sources: Sequence[str]) -> dict[str, str]:
     """The absolute path and the SHA-256 of each local file of data sources."""
     files = (file for source in sources if is_local(Source.parse(source).path) for file in SourceReader(source).files)
-    return {os.path.abspath(file): content_sha256(file, cache) for file in files}
+    return {os.path.abspath(file): sha256_of(file) for file in files}
 
 
 def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, count: Count) -> TrainingData:
@@ -96,41 +93,32 @@ def load_data(request: DataRequest, cache: Path, workers: int | None, say: Say, 
     sources = [SourceReader(source) for source in request.sources]
     job = _Job(request, sources, workers, say, count)
     stamps = job.stamps()
-    entry = cache / "tokens" / _key(request, sources, cache)
+    entry = cache / "tokens" / _key(request, sources)
     told = False
     while True:
         if (known := job.read(entry)) is not None:
             say(f"the tokenized data is read from {entry}")
             return known
-        if (reason := _write_problem(entry.parent)) is not None:
-            return job.make_in_memory(cache, reason)
-        try:
-            with exclusive_lock(sibling_path(entry, "lock"), f"the tokenized data in {entry}", _refuse_to_share):
-                if job.read(entry, report_damage=True) is None:
-                    return job.make(entry, stamps)
-        except InUse as e:
-            if not told:
-                say(f"waiting, because {e}")
-                told = True
-            time.sleep(POLL_SECONDS)
-        except _NoLocks as e:
-            return job.make_in_memory(cache, str(e))
-
-
-class _NoLocks(Exception):
-    """The cache's file system has no locks, so two processes could write the same files; the message is the reason."""
+        with contextlib.ExitStack() as held:
+            try:
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                name = f"the tokenized data in {entry}"
+                held.enter_context(exclusive_lock(sibling_path(entry, "lock"), name, _refuse_to_share))
+            except InUse as e:
+                if not told:
+                    say(f"waiting, because {e}")
+                    told = True
+                time.sleep(POLL_SECONDS)
+                continue
+            except (OSError, ValueError) as e:
+                return job.make_in_memory(cache, getattr(e, "strerror", None) or str(e))
+            if job.read(entry, report_damage=True) is None:
+                return job.make(entry, stamps)
 
 
 def _refuse_to_share(problem: str) -> NoReturn:
-    raise _NoLocks(problem.partition(":")[0])
-
-
-class _DiskFull(Exception):
-    """The disk got full while the data was made; `data` is in memory."""
-
-    def __init__(self, data: TrainingData):
-        super().__init__()
-        self.data = data
+    """Without locks, two processes could write the same files."""
+    raise OSError(problem.partition(":")[0])
 
 
 @dataclass(frozen=True)
@@ -143,28 +131,21 @@ class _Job:
     say: Say
     count: Count
 
-    @property
-    def names(self) -> list[str]:
-        return [name for source in self.sources for name in source.names]
-
     def stamps(self) -> dict[Path, tuple[int, int]]:
         """Size and time of the last change of each file."""
-        return {file: stamp(file)[:2] for source in self.sources for file in source.files}
+        files = {file: file.stat() for source in self.sources for file in source.files}
+        return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in files.items()}
 
     def make(self, entry: Path, stamps: dict[Path, tuple[int, int]]) -> TrainingData:
         """Makes the data and puts the data into the cache. The process must hold the entry's lock."""
         try:
             with replace_directory(entry) as new:
-                with contextlib.closing(TokenStore(new, self.say)) as store:
+                with contextlib.closing(TokenStore(new)) as store:
                     data = self.tokenize(store)
-                for file, before in stamps.items():
-                    if stamp(file)[:2] != before:
-                        raise ValueError(f"{file} changed while it was read; start again when it is complete")
-                if store.in_memory:
-                    raise _DiskFull(data)
-                _save(new, data, self.names)
-        except _DiskFull as e:
-            return e.data
+                now = self.stamps()
+                if changed := next((file for file in stamps if now[file] != stamps[file]), None):
+                    raise ValueError(f"{changed} changed while it was read; start again when it is complete")
+                _save(new, data)
         except OSError as e:
             if (full := disk_full_errno(e)) is None:
                 raise
@@ -172,7 +153,7 @@ class _Job:
             raise OSError(full, message) from e
         size = sum(file.stat().st_size for file in entry.iterdir())
         self.say(f"the tokenized data is kept for later runs in {entry} ({size / 1e6:,.1f} MB)")
-        return _load(entry, self.names)
+        return _load(entry)
 
     def make_in_memory(self, cache: Path, reason: str) -> TrainingData:
         self.say(
@@ -204,7 +185,7 @@ class _Job:
         if not entry.exists():
             return None
         try:
-            return _load(entry, self.names)
+            return _load(entry)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile) as e:
             if report_damage:
                 reason = f"{MANIFEST} lacks {e}" if isinstance(e, LookupError) else e
@@ -215,14 +196,14 @@ class _Job:
 # -- what the data depends on -----------------------------------------------------------------------------------------
 
 
-def _key(request: DataRequest, sources: Sequence[SourceReader], cache: Path) -> str:
+def _key(request: DataRequest, sources: Sequence[SourceReader]) -> str:
     """A hash of all inputs that determine the documents and the held-out records."""
     drawn = request.hold_out or any(source.share % 1 for source in sources)  # whether the seed matters
     content = {
         # the code that makes and stores the documents: changed code must not read documents of the old code
         "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))],
         "libraries": {name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
-        "sources": [[_identity(source, cache), source.share, source.source.template_kwargs] for source in sources],
+        "sources": [[_identity(source), source.share, source.source.template_kwargs] for source in sources],
         "seed": request.seed if drawn else None,
         "tokenizer": _tokenizer_state(request.template.tokenizer),
         "template_kwargs": request.template.kwargs,
@@ -234,12 +215,12 @@ def _key(request: DataRequest, sources: Sequence[SourceReader], cache: Path) -> 
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _identity(source: SourceReader, cache: Path) -> Any:
+def _identity(source: SourceReader) -> Any:
     """A source's content, independent of file names: format, size and hash of each file, or the fingerprint of a hub
     data set, which changes with revision and split; and the mapping of the source's columns."""
     if not source.local:
         return [source.hub_data._fingerprint, source.columns]
-    files = [[format_of(file), file.stat().st_size, content_sha256(file, cache)] for file in source.files]
+    files = [[format_of(file), file.stat().st_size, sha256_of(file)] for file in source.files]
     return [files, source.columns]
 
 
@@ -254,17 +235,7 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-def _write_problem(directory: Path) -> str | None:
-    """The reason why no file can be written to a directory, which is created if necessary; None if writing works."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return None
-    except OSError as e:
-        return e.strerror or str(e)
-
-
-def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
+def _save(directory: Path, data: TrainingData) -> None:
     """Adds the table, the manifest and the hashes to the files of a `TokenStore`."""
     documents, counts = data.documents, count_tokens(data.documents)
     np.savez(
@@ -273,10 +244,9 @@ def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
         supervised_V=counts.supervised_V, seen_V=counts.seen_V,
     )  # fmt: skip
     manifest = {
-        "tokens": documents.tokens.count,
         "sha256": fingerprint(documents),
-        "report": asdict(data.report) | {"first_refusal": _without_name(data.report.first_refusal, names)},
-        "held_out": [asdict(r) | {"where": _without_name(r.where, names)} for r in data.held_out],
+        "report": asdict(data.report),
+        "held_out": [asdict(r) for r in data.held_out],
         "records": data.records,
         "copies": data.copies,
     }
@@ -284,70 +254,22 @@ def _save(directory: Path, data: TrainingData, names: Sequence[str]) -> None:
     (directory / SUMS).write_text("".join(f"{sha256_of(directory / name)}  {name}\n" for name in FILES))
 
 
-def _load(entry: Path, names: Sequence[str]) -> TrainingData:
+def _load(entry: Path) -> TrainingData:
     """Reads an entry of the cache. Raises an exception if the entry's files changed after writing."""
     recorded = (entry / SUMS).read_text(errors="replace").splitlines()
     for name in FILES:
-        if f"{content_sha256(entry / name, entry.parent.parent)}  {name}" not in recorded:
+        if f"{sha256_of(entry / name)}  {name}" not in recorded:
             raise ValueError(f"the SHA-256 of {name} is not the one in {SUMS}")
     manifest = read_json(entry / MANIFEST)
     with np.load(entry / TABLE) as table:
         documents = DocumentTable(
-            *(TokenFile(entry / name, manifest["tokens"]) for name in (TOKENS, SPANS)),
-            *(table[name] for name in ("starts", "lengths", "supervised")),
+            *read_tokens(entry), *(table[name] for name in ("starts", "lengths", "supervised")),
             sha256=manifest["sha256"], counts=TokenCounts(table["supervised_V"], table["seen_V"]),
         )  # fmt: skip
-    report = DataReport(**manifest["report"])
     return TrainingData(
         documents=documents,
-        report=replace(report, first_refusal=_with_name(report.first_refusal, names)),
-        held_out=[
-            Record(**r | {"where": _with_name(r["where"], names), "turns": tuple(r["turns"])})
-            for r in manifest["held_out"]
-        ],
+        report=DataReport(**manifest["report"]),
+        held_out=[Record(**r | {"turns": tuple(r["turns"])}) for r in manifest["held_out"]],
         records=manifest["records"],
         copies=manifest["copies"],
     )
-
-
-def _without_name(text: str, names: Sequence[str]) -> tuple[int, str]:
-    """Splits a text that starts with the name of a file or data set into the name's index and the rest, since the same
-    content may have a different name in a later run. The index is -1 for a text that starts with no name."""
-    found = [i for i, name in enumerate(names) if text.startswith(name)]
-    i = max(found, key=lambda i: len(names[i]), default=-1)
-    return i, text[len(names[i]) :] if found else text
-
-
-def _with_name(split: tuple[int, str], names: Sequence[str]) -> str:
-    i, rest = split
-    return names[i] + rest if i >= 0 else rest
-
-
-# -- hashes of data files ---------------------------------------------------------------------------------------------
-
-
-def stamp(file: Path) -> tuple[int, int, int]:
-    """Size and times (in nanoseconds) of the last change of a file's content and metadata."""
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def content_sha256(file: Path, cache: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal.
-
-    The hash is stored in the directory `hashes` of the cache, and used again as long as the file's `stamp` is the same.
-    If the directory cannot be written, the hash is computed each time.
-    """
-    path = os.path.realpath(file)
-    note = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    now = stamp(file)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        known = read_json(note)
-        if (known["path"], tuple(known["stamp"])) == (path, now):
-            return known["sha256"]
-    sha256 = sha256_of(file)
-    if stamp(file) == now and time.time_ns() - max(now[1:]) > SETTLED_NS:
-        with contextlib.suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(note, json.dumps({"path": path, "stamp": now, "sha256": sha256}) + "\n")
-    return sha256

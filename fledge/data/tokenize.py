@@ -24,9 +24,9 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from fledge.data.chat_fields import LOSSES
 from fledge.data.documents import DocumentTable, TokenStore, grouped, windows
 from fledge.data.record import Record
+from fledge.data.spans import LOSSES, losses, training_documents
 from fledge.data.template import ChatTemplate, EndlessTemplate
 
 BATCH_RECORDS, BATCH_CHARACTERS = 64, 1 << 18  # the first limit reached ends a batch
@@ -52,7 +52,7 @@ class TokenizedBatch:
 
     `documents` and `windowed` count each record's documents, and each record's texts longer than a window, int32 [R].
     `refused` are the reasons of refused records, and `losses` the parts of records that the template drops (see
-    `ChatTemplate.losses`), both by the record's index.
+    `losses`), both by the record's index.
     """
 
     tokens: np.ndarray
@@ -84,16 +84,16 @@ Tokenize = Callable[[Iterable[list[Record]]], Iterator[TokenizedBatch]]
 def tokenize(records: list[Record], settings: Settings) -> TokenizedBatch:
     """Tokenizes a batch. Raises ValueError for a record that the template refuses, unless `skip_bad` is set,
     and EndlessTemplate for a template that does not terminate."""
-    parts, counts, windowed, refused, losses = [], [], [], {}, {}
+    parts, counts, windowed, refused, lost = [], [], [], {}, {}
     for i, record in enumerate(records):
         try:
-            found = settings.template.documents(record)
+            found = training_documents(settings.template, record)
         except ValueError as e:
             if not settings.skip_bad or isinstance(e, EndlessTemplate):
                 raise
             found, refused[i] = [], str(e)
-        if found and (lost := settings.template.losses(record, found)):
-            losses[i] = lost
+        if found and (kinds := losses(settings.template, record, found)):
+            lost[i] = kinds
         cut = [part for document in found for part in windows(document, settings.max_length)]
         parts += cut
         counts.append(len(cut))
@@ -106,7 +106,7 @@ def tokenize(records: list[Record], settings: Settings) -> TokenizedBatch:
         documents=np.array(counts, dtype=np.int32),
         windowed=np.array(windowed, dtype=np.int32),
         refused=refused,
-        losses=losses,
+        losses=lost,
     )
 
 

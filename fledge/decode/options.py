@@ -113,7 +113,7 @@ class DecodeOptions(Options):
 
         If --target-impl allows native computation but the target is not computed natively, `say` is told so.
         """
-        from fledge.data.modes import several_modes
+        from fledge.data.template import several_modes
         from fledge.decode.load import load
 
         loading: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from fledge.engines.command import trained_depth
 from fledge.engines.support import ENGINES, TITLES, minimum_version, unsupported
 from fledge.io.fields import CONFIG as FLAT_FIELDS
 from fledge.io.fields import shortened
-from fledge.io.formats import REFUSED_FIELDS, is_speculators, speculators_config, to_engine
+from fledge.io.formats import CLASSES, DRAFT_FIELDS, NORM_FIELDS, REFUSED_FIELDS, is_speculators, to_engine
 from fledge.io.tensors import WEIGHTS, stray_readers
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]  # the object in config.json, and the tensors
@@ -35,6 +35,15 @@ DEFAULTS = {
 OUTSIDE_MODEL = {"model.lm_head.weight", "model.d2t"}  # names under which SGLang does not find the tensors
 ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
 # vLLM's names of one class; True: the draft reads hidden states of layers (EAGLE-3), False: final states (EAGLE-1)
+# the fields of speculators' `transformer_layer_config`
+LAYER_FIELDS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_parameters",
+    "partial_rotary_factor", "original_max_position_embeddings",
+    # vLLM reads layer fields as fields of the draft; without num_aux_hidden_states, vLLM expects three hidden states
+    "num_aux_hidden_states",
+)  # fmt: skip
 VLLM_CLASSES = {
     True: {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"},
     False: {"LlamaForCausalLM", "EagleLlamaForCausalLM"},
@@ -116,14 +125,34 @@ def _speculators(draft: DraftFiles, target: TargetName | None) -> Files:
             "speculators' format names the draft's target, and this draft's config does not; give the target's hub id "
             "with --target"
         )
-    flat = _flat(draft)
+    flat, kind = _flat(draft), config.method
     if config.aux_layers:
         flat["eagle_aux_hidden_state_layer_ids"] = to_engine(config.aux_layers, "speculators")
-    hf = speculators_config(
-        flat, config.method, tokens=trained_depth(config), target=target.name,
-        target_architectures=list(target.architectures), own_embeddings=config.own_embeddings,
-    )  # fmt: skip
-    return hf, _speculators_tensors(config, draft.tensors)
+    layer = {name: flat[name] for name in LAYER_FIELDS if name in flat}
+    rope = dict(flat["rope_parameters"])
+    if rope["rope_type"] != "default":  # for transformers 4
+        layer["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    # `vllm serve DRAFT` loads the verifier and drafts so many tokens a round
+    tokens = {"speculative_tokens": trained_depth(config)}
+    greedy = {"proposal_type": "greedy", **tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    hf = {
+        "architectures": [CLASSES[kind]],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        "transformer_layer_config": layer,
+        "torch_dtype": flat["torch_dtype"],
+        "embed_requires_grad": config.own_embeddings,
+    }
+    hf |= {name: flat[name] for name in DRAFT_FIELDS if name in flat}
+    hf |= {name: flat.get(name, False) for name in NORM_FIELDS}
+    if kind == "peagle":
+        hf["mask_token_id"] = flat["mask_token_id"]
+    return hf | {"fledge": flat["fledge"]}, _speculators_tensors(config, draft.tensors)
 
 
 def _speculators_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -49,14 +49,6 @@ def from_engine(ids: Iterable[int], engine: str) -> list[int]:
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel"}
 CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # speculators' model classes
 LAYER_TYPES = ("llama", "qwen3")
-LAYER_FIELDS = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
-    "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_parameters",
-    "partial_rotary_factor", "original_max_position_embeddings",
-    # vLLM reads layer fields as fields of the draft; without num_aux_hidden_states, vLLM expects three hidden states
-    "num_aux_hidden_states",
-)  # fmt: skip
 DRAFT_FIELDS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
 NORM_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 MASK_FIELDS = ("mask_token_id", "ptd_token_id")  # early versions of speculators write ptd_token_id
@@ -106,38 +98,6 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
         tokens = Fields(methods[0], PROPOSAL, "proposal_methods").get("speculative_tokens")
         own = own | ({"depth": tokens} if tokens else {})
     return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
-
-
-def speculators_config(
-    flat: dict[str, Any], kind: str, *, tokens: int, target: str, target_architectures: list[str], own_embeddings: bool
-) -> dict[str, Any]:
-    """The config.json in speculators' format of a draft whose flat layout is `flat` (`DraftConfig.to_hf`).
-
-    `kind` is "eagle3" or "peagle". `vllm serve DRAFT` loads `target` and drafts `tokens` tokens a round.
-    """
-    layer = {name: flat[name] for name in LAYER_FIELDS if name in flat}
-    rope = dict(flat["rope_parameters"])
-    if rope["rope_type"] != "default":  # for transformers 4
-        layer["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-    greedy = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    hf = {
-        "architectures": [CLASSES[kind]],
-        "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [greedy],
-            "verifier": {"name_or_path": target, "architectures": target_architectures},
-        },
-        "transformer_layer_config": layer,
-        "torch_dtype": flat["torch_dtype"],
-        "embed_requires_grad": own_embeddings,
-    }
-    hf |= {name: flat[name] for name in DRAFT_FIELDS if name in flat}
-    hf |= {name: flat.get(name, False) for name in NORM_FIELDS}
-    if kind == "peagle":
-        hf["mask_token_id"] = flat["mask_token_id"]
-    return hf | {"fledge": flat["fledge"]}
 
 
 # -- fields with which an engine computes a draft otherwise than fledge ------------------------------------------------

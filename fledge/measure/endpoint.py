@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import history_message
-from fledge.data.chat_fields import as_sent
+from fledge.data.messages import as_sent
 from fledge.engines.client import Answer, Client, Decoding, run_together
 from fledge.engines.metrics import Acceptance, Counters, of_requests, sglang_counters, vllm_counters
 from fledge.io.http import BadRequest, ServerProblem

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fledge.config import DraftConfig
-from fledge.data.modes import ModeWarning, untrained_mode
-from fledge.data.template import ChatTemplate
+from fledge.data.template import ChatTemplate, ModeWarning, untrained_mode
 from fledge.decode.engine import Engine
 from fledge.decode.options import AUTO
 from fledge.decode.propose import Drafting

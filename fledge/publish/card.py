@@ -17,9 +17,9 @@ from huggingface_hub import ModelCardData
 from fledge import __version__
 from fledge.config import DraftConfig
 from fledge.data.documents import lengths_of
-from fledge.data.modes import shown_mode
 from fledge.data.read import SourceReader
 from fledge.data.sources import Source
+from fledge.data.template import shown_mode
 from fledge.io.display import escaped
 from fledge.io.hub import cached_commit, hub_id
 from fledge.io.machine import environment

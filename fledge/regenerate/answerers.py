@@ -12,8 +12,8 @@ from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
-from fledge.data.answering import answer_message, answer_text, reasoning_field
-from fledge.data.chat_fields import as_sent
+from fledge.data.answering import answer_message, answer_text
+from fledge.data.messages import as_sent
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.engines.client import Answer, Client, Decoding
@@ -177,7 +177,7 @@ class ServedModel(Answerer):
             "answers need them, or leave --target out to keep such answers"
         )
         renders = self.template is not None and self.template.tokenizer.chat_template is not None
-        self.reasoning = reasoning_field(self.template) if renders else "reasoning_content"
+        self.reasoning = self.template.fields.reasoning if renders else "reasoning_content"
         self._loop = background_loop(self)
         self._flying: set[Future[Answer]] = set()
         self._done: SimpleQueue[tuple[int, Future[Answer]]] = SimpleQueue()

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.chat_fields import without_spaces
+from fledge.data.messages import without_spaces
 from fledge.data.record import Record
+from fledge.data.spans import document_of, training_documents, turn_text
 from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer
 from fledge.regenerate.answerers import Question
@@ -48,7 +49,9 @@ def chat_turn(question: Question, messages: list[dict[str, Any]], answer: Answer
     """The turn to compare: the last message of `messages`, which answers the question."""
     record = question.record
     try:
-        text = question.template.turn(Record(record.where, messages=messages, tools=record.tools), question.prompt)
+        text = turn_text(
+            question.template, Record(record.where, messages=messages, tools=record.tools), question.prompt
+        )
     except EndlessTemplate:
         raise
     except ValueError as e:  # training would refuse the messages, too
@@ -108,9 +111,9 @@ def _trained(template: ChatTemplate, turn: Turn) -> _Trained:
         raise ValueError(turn.refusal)
     prompt = turn.question.prompt
     if chat := isinstance(prompt, str):
-        document = template.turn_document(turn.text, len(prompt), turn.where)
+        document = document_of(template, turn.text, [(len(prompt), len(turn.text))], turn.where)
     else:
-        [document] = template.documents(Record(turn.where, text=turn.text))
+        [document] = training_documents(template, Record(turn.where, text=turn.text))
     supervised = (document.spans >= 0).nonzero()[0]
     ids = document.tokens[: int(supervised[-1]) + 1].tolist()
     stopped = ids[-1] in template.stop_ids

@@ -12,10 +12,8 @@ hash: a shard is large, and training reads parts of many shards from the first s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -180,10 +178,6 @@ class FeatureCache:
     def file(self, shard: int) -> Path:
         return self.path / f"shard-{shard:05}.safetensors"
 
-    def temporary(self, shard: int) -> Path:
-        """The file that a shard is written to. The file exists as soon as the shard has a share of the budget."""
-        return self.path / (TEMPORARY + self.file(shard).name)
-
     def lock(self, shard: int) -> Path:
         return self.file(shard).with_suffix(".lock")
 
@@ -207,10 +201,19 @@ class FeatureCache:
         """The metadata in a shard's file, without the hash of its content."""
         return {"fledge": f"shard {shard} of the features {self.manifest.id}"}
 
-    def save(self, shard: int, tensors: dict[str, Tensor]) -> None:
-        """Writes a shard of contiguous tensors on the CPU. The file gets the shard's name when the whole content is on
-        the disk."""
-        write_shard(self.file(shard), tensors, self.metadata(shard), self.temporary(shard))
+    def save(self, shard: int, tensors: Mapping[str, Tensor]) -> None:
+        """Writes a shard of contiguous tensors on the CPU, with the hash of the content in the header. The file gets
+        the shard's name when the whole content is on the disk."""
+        parts = [memoryview(x.view(-1).view(torch.uint8).numpy()) for x in tensors.values()]
+        blocks = (part[a : a + BLOCK_BYTES] for part in parts for a in range(0, len(part), BLOCK_BYTES))
+        content = {CONTENT: content_hash(blocks, bytes_of=lambda block: block)}
+        entries = {"__metadata__": self.metadata(shard) | content}
+        entries |= _entries({name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()})
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)  # the format aligns the data
+        file = self.file(shard)
+        size = len(header).to_bytes(8, "little")
+        replace_parts(file, [size, header, *parts], file.with_name(TEMPORARY + file.name))
 
     def offsets(self, shard: int) -> dict[str, int]:
         """The position of each tensor in a shard's file, in bytes.
@@ -235,34 +238,27 @@ class FeatureCache:
     def _header(self, shard: int) -> tuple[dict[str, tuple[int, int]], str | None]:
         """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of the content (None: not in
         the header). Raises ValueError as `offsets` says."""
-        file, header = self.file(shard), None
-        expected = self.layout.tensors(*self.sizes.total(*self.manifest.shards[shard]))
+        file = self.file(shard)
+        expected = _entries(self.layout.tensors(*self.sizes.total(*self.manifest.shards[shard])))
         try:
             with file.open("rb") as f:
-                length = int.from_bytes(f.read(8), "little")
-                with contextlib.suppress(ValueError):  # no JSON
-                    header = parse_json(f.read(min(length, HEADER_BYTES)))
+                start = 8 + int.from_bytes(f.read(8), "little")
+                header = parse_json(f.read(min(start - 8, HEADER_BYTES)))
             metadata = header.pop("__metadata__", {})
             content = metadata.pop(CONTENT, None)
-            if metadata != self.metadata(shard):
-                raise ValueError(f"{file} is a shard of other features than those of {MANIFEST}; {_REPLACE}")
-            found = {name: (DTYPES[dtype], tuple(shape)) for name, (dtype, shape) in expected.items()}
-            if {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()} != found:
-                raise ValueError(f"{file} is damaged: its tensors are others than the manifest says; {_REPLACE}")
-            ranges, end = {}, 8 + length
-            for offsets, name in sorted((entry["data_offsets"], name) for name, entry in header.items()):
-                dtype, shape = expected[name]
-                ranges[name] = end, end + dtype.itemsize * math.prod(shape)
-                if [8 + length + x for x in offsets] != list(ranges[name]):
-                    raise ValueError(f"{file} is damaged: its tensors are not one after the other; {_REPLACE}")
-                end = ranges[name][1]
-            if file.stat().st_size != end:
-                raise ValueError(f"{file} has {file.stat().st_size:,} bytes instead of {end:,}; {_REPLACE}")
-            return ranges, content
         except FileNotFoundError as e:
             raise ValueError(f"{file} is missing; {_REWRITE}") from e
-        except (LookupError, TypeError, AttributeError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
             raise ValueError(f"{file} is damaged: it has no header of a shard; {_REPLACE}") from e
+        if metadata != self.metadata(shard):
+            raise ValueError(f"{file} is a shard of other features than those of {MANIFEST}; {_REPLACE}")
+        if header != expected:
+            raise ValueError(f"{file} is damaged: its tensors are others than the manifest says; {_REPLACE}")
+        ranges = {name: tuple(start + at for at in entry["data_offsets"]) for name, entry in expected.items()}
+        size, end = file.stat().st_size, max(end for _, end in ranges.values())
+        if size != end:
+            raise ValueError(f"{file} has {size:,} bytes instead of {end:,}; {_REPLACE}")
+        return ranges, content
 
 
 _REWRITE = "run the same `fledge features` command again to write what is missing"
@@ -294,39 +290,31 @@ def _checks(manifest: Manifest) -> dict[str, bool]:
     found = {f.name: type(getattr(manifest, f.name)) is kinds[str(f.type)] for f in fields(Manifest) if f.type in kinds}
     if not all(found.values()):
         return found
-    shards = manifest.shards
+    shards, modes = manifest.shards, manifest.template_modes
     pairs = all(isinstance(s, list) and len(s) == 2 and all(type(i) is int for i in s) for s in shards)
-    edges = [0, *(s[1] for s in shards)] if pairs else []
-    consecutive = pairs and [s[0] for s in shards] == edges[:-1] and all(a < b for a, b in shards)
+    consecutive = (
+        pairs and [a for a, _ in shards] == [0, *(b for _, b in shards)][:-1] and all(a < b for a, b in shards)
+    )
     return {
         "precision": manifest.precision in PRECISIONS,
-        "shards": bool(shards) and consecutive and edges[-1] == manifest.documents,
+        "shards": bool(shards) and consecutive and shards[-1][1] == manifest.documents,
         "layers": all(type(i) is int for i in manifest.layers),
-        "width": manifest.width > 0,
-        "tokens": manifest.tokens > 0,
-        "max_length": manifest.max_length > 2,
+        **{name: getattr(manifest, name) > least for name, least in (("width", 0), ("tokens", 0), ("max_length", 2))},
         "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
-        "template_modes": isinstance(manifest.template_modes, list)
-        and all(isinstance(mode, dict) for mode in manifest.template_modes),
+        "template_modes": isinstance(modes, list) and all(isinstance(mode, dict) for mode in modes),
     }
 
 
 # -- the file of a shard ------------------------------------------------------------------------------------------
 
 
-def write_shard(file: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], temporary: Path) -> None:
-    """Writes contiguous tensors on the CPU to a file, through `temporary` (see `replace_parts`). The content's hash is
-    added to the metadata."""
-    parts = [memoryview(x.view(-1).view(torch.uint8).numpy()) for x in tensors.values()]
-    blocks = (part[a : a + BLOCK_BYTES] for part in parts for a in range(0, len(part), BLOCK_BYTES))
-    ends = list(itertools.accumulate(map(len, parts)))
-    entries: dict[str, Any] = {"__metadata__": metadata | {CONTENT: content_hash(blocks, bytes_of=lambda block: block)}}
-    for (name, x), part, end in zip(tensors.items(), parts, ends, strict=True):
-        offsets = [end - len(part), end]
-        entries[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # the format aligns the data
-    replace_parts(file, [len(header).to_bytes(8, "little"), header, *parts], temporary)
+def _entries(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:
+    """The entries of tensors, given by dtype and shape, in the header of a safetensors file."""
+    entries, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    return entries
 
 
 def content_hash(blocks: Iterable[T], bytes_of: Callable[[T], bytes | memoryview]) -> str:

@@ -24,13 +24,11 @@ RETRIES = 4  # repetitions of a request after a temporary failure
 @dataclass(frozen=True)
 class Patience:
     """Time limits in seconds. `answer`: the answer to a request, repetitions included. `file`: the request's file,
-    after the answer. `nudge`: after this wait for the file, another request makes the server go on. `released`: the
-    file, after the release of the file's lock."""
+    after the answer. `nudge`: after this wait for the file, another request makes the server go on."""
 
     answer: float = 600.0
     file: float = 120.0
     nudge: float = 5.0
-    released: float = 5.0
     poll: float = 0.002  # between two looks at a file; grows to 25 times as much
 
 
@@ -158,7 +156,6 @@ class VllmServer:
     def _wait(self, file: Path, closed: threading.Event) -> None:
         """Waits until vLLM has written a file. vLLM holds the file's lock until the file is complete."""
         patience, began, pause = self.patience, time.monotonic(), self.patience.poll
-        released = None  # the time at which the lock was first seen free without a file
         while True:
             state, there, now = lock_state(file), file.exists(), time.monotonic()
             if state == "free" and there:
@@ -168,14 +165,10 @@ class VllmServer:
                     f"{file} has no lock beside it, so it cannot be known when it is complete; start the server "
                     f"without use_synchronization_lock: {self.start}"
                 )
-            if state == "free":
-                released = released or now
-                if now - released > patience.released:
-                    raise ValueError(f"vLLM failed to write {file}; its log says why (a full disk, for example)")
             if now - began > patience.file:
                 raise ValueError(
-                    f"vLLM has not written {file} within {patience.file:.0f} s of its answer; look at its log. If it "
-                    "runs on another machine, its directory has to be the same one here"
+                    f"vLLM has not written {file} within {patience.file:.0f} s of its answer; look at its log (a full "
+                    "disk, for example). If it runs on another machine, its directory has to be the same one here"
                 )
             if now - began > patience.nudge:
                 self._nudge(closed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from fledge.data.documents import Document
 from fledge.io.fields import format_value
 from fledge.states.layout import needed_tokens
 from fledge.states.source import rows_ahead
-from fledge.states.vllm_files import Captured
-from fledge.states.vllm_server import CONNECTIONS
+from fledge.states.vllm_files import Captured, StatesFolder
+from fledge.states.vllm_server import CONNECTIONS, VllmServer
 from fledge.targets.parts import TargetParts
 from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
@@ -25,16 +24,6 @@ ROWS_AHEAD = 3  # rows whose states are requested in advance
 # final state here: rounding to bfloat16 and quantized heads stay far below, states of another position or layer are far
 # above
 TOLERANCE = 1.0
-
-
-class States(Protocol):
-    """The source of documents' states: a server, or a directory of files."""
-
-    def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
-        """The states of at least a document's first `needed` tokens. Stops waiting when `closed` is set."""
-
-    def check(self, documents: Sequence[Document]) -> None:
-        """Raises ValueError if the states of a document are known to be unavailable."""
 
 
 class VllmFeatures:
@@ -50,7 +39,7 @@ class VllmFeatures:
     """
 
     def __init__(
-        self, states: States, target: TargetParts, layers: tuple[int, ...], captured: tuple[int, ...]
+        self, states: VllmServer | StatesFolder, target: TargetParts, layers: tuple[int, ...], captured: tuple[int, ...]
     ):  # fmt: skip
         self.states, self.target, self.layers, self.captured = states, target, layers, captured
         if 0 in layers:

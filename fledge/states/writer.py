@@ -1,28 +1,32 @@
-"""Writes the shards of stored features, and plans the disk space of the features. Several processes may write one
-directory: a process claims a shard by the shard's lock."""
+"""Writes hidden states of documents to a directory, continues an unfinished directory, and verifies a finished one.
+
+Several processes may write one directory: a process claims a shard by the shard's lock.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fledge.data.documents import Document
 from fledge.data.pack import make_row
+from fledge.data.record import Record
 from fledge.io.display import format_bytes
-from fledge.io.files import DiskFullError, InUse, disk_full_errno, exclusive_lock, existing_parent
-from fledge.states.cache import DOCUMENTS, FeatureCache
+from fledge.io.files import InUse, exclusive_lock, existing_parent
+from fledge.states.cache import DOCUMENTS, HELD_OUT, MANIFEST, FeatureCache, Manifest
 from fledge.states.layout import ALIGNMENT, DOCUMENT_BYTES, LAST, LAYERS, SCALES, encode_layers, place, split, views
+from fledge.targets.source import FeatureSource
 from fledge.types import Features, Packed
 
 PASS_TOKENS = 8192  # tokens whose features are on the device at a time
@@ -33,9 +37,9 @@ RESERVE, RESERVED_SHARE = 10**10, 0.05  # the default budget leaves the smaller:
 # A shard has at most MAX_SHARD bytes. Small caches have smaller shards, so that several processes share the work, and a
 # killed process loses little.
 MAX_SHARD, MIN_SHARD, SHARDS = 512 * 2**20, 2**20, 64
-CONTINUE = "the finished shards are kept; the same command continues"
 
 Compute = Callable[[Packed], Features]
+Say = Callable[[str], None]
 
 
 def passes(cache: FeatureCache, first: int, end: int) -> Iterator[tuple[int, int]]:
@@ -58,17 +62,12 @@ def compute_pass(cache: FeatureCache, compute: Compute, first: int, end: int) ->
 class FeatureWriter:
     """Writes the shards that are missing.
 
-    `compute` gives the features of a packed row, with the layers of the manifest. `budget` is the most bytes that the
-    directory may take, and `reserve` the bytes of the disk that stay free. `advance` is called with the tokens of each
-    pass.
+    `compute` gives the features of a packed row, with the layers of the manifest. `advance` is called with the tokens
+    of each pass.
     """
 
-    def __init__(
-        self, cache: FeatureCache, compute: Compute, budget: int, reserve: int, say: Callable[[str], None],
-        advance: Callable[[int], None],
-    ):  # fmt: skip
-        self.cache, self.compute, self.budget, self.reserve = cache, compute, budget, reserve
-        self.say, self.advance = say, advance
+    def __init__(self, cache: FeatureCache, compute: Compute, say: Say, advance: Callable[[int], None]):
+        self.cache, self.compute, self.say, self.advance = cache, compute, say, advance
         self._saving: Future[None] | None = None  # of the shard that is written while the next shard is computed
         self._written = 0  # shards
 
@@ -76,8 +75,7 @@ class FeatureWriter:
         """Writes the missing shards, and returns when every shard is written. Waits for shards that other processes
         are writing, and takes over abandoned shards.
 
-        Raises ValueError if a shard would exceed the budget or leave less than the reserve, and OSError if the disk is
-        full. Finished shards stay.
+        Raises OSError if the disk is full. Finished shards stay.
         """
         waiting = False
         with ThreadPoolExecutor(1) as executor:
@@ -89,6 +87,8 @@ class FeatureWriter:
                         self.say("the remaining shards are being written by other processes; waiting for them")
                     waiting = True
                     time.sleep(POLL_SECONDS)
+        for i in self.cache.shards:  # left by processes that were killed
+            self.cache.lock(i).unlink(missing_ok=True)
 
     def _claim(self, shard: int, executor: ThreadPoolExecutor) -> bool:
         """Writes a shard, unless another process has written or is writing the shard. Returns whether this process
@@ -100,29 +100,16 @@ class FeatureWriter:
                 return False
             if self.cache.is_written(shard):
                 return False
-            self._allot(shard)
-            try:
-                # while the shard before is saved from the other buffer
-                tensors = self._tensors(shard, self._buffers[self._written % 2])
-                self._finish_saving()
-            except BaseException:
-                self.cache.temporary(shard).unlink(missing_ok=True)
-                raise
+            # while the shard before is saved from the other buffer
+            tensors = self._tensors(shard, self._buffers[self._written % 2])
+            self._finish_saving()
             self._saving = executor.submit(self._save, shard, tensors, claim.pop_all())
             self._written += 1
         return True
 
     def _save(self, shard: int, tensors: dict[str, Tensor], claim: contextlib.ExitStack) -> None:
         with claim:
-            try:
-                self.cache.save(shard, tensors)
-            except OSError as e:
-                if (full := disk_full_errno(e)) is None:
-                    raise
-                file = self.cache.file(shard)
-                raise DiskFullError(
-                    full, f"no space to write {file} ({os.strerror(full)}); free some, {CONTINUE}"
-                ) from e
+            self.cache.save(shard, tensors)
 
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None
@@ -149,61 +136,93 @@ class FeatureWriter:
             self.advance(sum(sizes.tokens[a:b]))
         return tensors
 
-    # -- disk space ---------------------------------------------------------------------------------------------
 
-    def _allot(self, shard: int) -> None:
-        """Reserves the shard's share of the budget by creating the shard's temporary file."""
-        with self._accounts():
-            needed = self.cache.bytes(shard)
-            excess = self._taken(shard) + needed - self.budget
-            if excess > 0 or shutil.disk_usage(self.cache.path).free - needed < self.reserve:
-                limit = f"exceed the disk budget of {self.budget:,} bytes" if excess > 0 else "nearly fill the disk"
-                raise ValueError(f"{self.cache.file(shard)} would {limit}; free some space, {CONTINUE}")
-            self.cache.temporary(shard).touch()
-
-    def _taken(self, shard: int) -> int:
-        """The bytes of all shards but one; an unfinished shard counts as a whole."""
-        taken = 0
-        for i in self.cache.shards:
-            if i != shard and self.cache.temporary(i).exists():
-                taken += self.cache.bytes(i)
-            else:
-                with contextlib.suppress(FileNotFoundError):  # not written yet
-                    taken += self.cache.file(i).stat().st_size
-        return taken
-
-    @contextlib.contextmanager
-    def _accounts(self) -> Iterator[None]:
-        """Excludes other writers while the taken space is counted, and removes the files of killed writers."""
-        with waiting_lock(self.cache.path, self.say):
-            for i in self.cache.shards:
-                left = self.cache.temporary(i).exists() or self.cache.lock(i).exists()
-                if left and not self._is_locked(i):
-                    self.cache.temporary(i).unlink(missing_ok=True)
-            yield
-
-    def _is_locked(self, shard: int) -> bool:
-        """Whether a process writes the shard. If not, removes the lock file of a killed process."""
-        try:
-            with exclusive_lock(self.cache.lock(shard), str(self.cache.file(shard))):
-                return False
-        except InUse:
-            return True
+# -- the directory ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def waiting_lock(directory: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Context manager: holds the lock of the directory; waits while another process holds the lock."""
-    lock = directory / ".fledge-lock"
-    while True:
-        with contextlib.ExitStack() as held:
+def verify_features(directory: str, say: Say, progress: Any) -> None:
+    """Compares all features in a directory with the hashes that were written. Raises ValueError if shards are damaged
+    or missing, after a message for each shard."""
+    cache = FeatureCache.open(directory)
+    shards, problems = cache.shards, []
+    with progress.count("tokens", sum(map(cache.tokens, shards)), unit="tokens") as advance:
+        for shard in shards:
             try:
-                held.enter_context(exclusive_lock(lock, str(directory), say))
-            except InUse:
-                time.sleep(POLL_SECONDS / 10)
-                continue
-            yield
-            return
+                cache.verify(shard)
+            except ValueError as e:
+                problems.append(str(e))
+            advance(cache.tokens(shard))
+    for problem in problems[:-1]:
+        say(problem)
+    if problems:
+        more = f" ({len(problems):,} of {len(shards):,} shards)" if len(problems) > 1 else ""
+        raise ValueError(problems[-1] + more)
+    say(f"{directory}: {len(shards):,} shards are as they were written")
+
+
+def write_features(
+    out: Path, new: Manifest, source: FeatureSource, documents: list[Document], held_out: list[Record],
+    budget: int | None, say: Say, progress: Any,
+) -> None:  # fmt: skip
+    """Writes the features of documents that are missing in the directory `out`. `new` is the manifest that the
+    directory is to have, and `budget` the maximum of bytes on the disk; None: the free space.
+
+    Raises ValueError before anything is written if the features do not fit, or if the directory holds other features;
+    and for features that are not finite.
+    """
+    cache = _open(out, new, documents)
+    cache.check_written()
+    check_space(cache, budget, say)
+    if not (missing := [i for i in cache.shards if not cache.is_written(i)]):
+        say(f"{out} is complete")
+        return
+
+    def compute(row: Packed) -> Features:
+        features = source.features(row)
+        for states in (features.aux_TAD, features.last_TD):
+            source.target.check_numbers(states.abs())  # `abs`: refuses -inf too, which is valid in logits only
+        return features
+
+    tokens, left = (sum(map(cache.tokens, shards)) for shards in (cache.shards, missing))
+    if left < tokens:
+        say(f"continuing {out}: {len(cache.shards) - len(missing):,} of {len(cache.shards):,} shards are there")
+    cache = _create(cache, held_out, say)
+    try:
+        with progress.count("tokens", tokens, tokens - left, unit="tokens") as advance:
+            FeatureWriter(cache, compute, say, advance).write()
+    except (KeyboardInterrupt, OSError):  # such as a full disk
+        say(f"stopped; the finished shards are kept, and the same command continues {out}")
+        raise
+    say(f"wrote {out}; train with: fledge train --features {out}")
+
+
+def _open(out: Path, new: Manifest, documents: list[Document]) -> FeatureCache:
+    """The features in a directory, or new features that are not written yet. Raises ValueError if the directory holds
+    features that differ from `new`, or unrelated files."""
+    if not (out / MANIFEST).exists():
+        names = [f.name for f in out.iterdir()] if out.exists() else []
+        left = (DOCUMENTS, HELD_OUT) if DOCUMENTS in names else ()  # left by a killed process, in this order
+        if other := next((n for n in sorted(names) if n not in left and not n.startswith(".")), None):
+            raise ValueError(f"{out} holds other files, such as {other}; choose another --out")
+        return FeatureCache(out, new, documents)
+    cache = FeatureCache.open(out, documents)
+    if difference := cache.manifest.difference(new):
+        raise ValueError(f"{out} holds features of {difference}; choose another --out")
+    return cache
+
+
+def _create(cache: FeatureCache, held_out: list[Record], say: Say) -> FeatureCache:
+    """Writes the directory's manifest and documents, unless another process has written manifest and documents in the
+    meantime. Waits while another process does so."""
+    while True:
+        try:
+            with exclusive_lock(cache.path / ".fledge-lock", str(cache.path), say):
+                there = _open(cache.path, cache.manifest, list(cache.documents))
+                if there.manifest is cache.manifest:
+                    cache.create(held_out)
+                return there
+        except InUse:
+            time.sleep(POLL_SECONDS / 10)
 
 
 # -- disk space --------------------------------------------------------------------------------------------------
@@ -222,59 +241,30 @@ def shard_bytes(total: int) -> int:
     return min(MAX_SHARD, max(total // SHARDS, MIN_SHARD))
 
 
-@dataclass(frozen=True)
-class DiskPlan:
-    """The disk space of a cache, in bytes. `total` counts all files of the cache, `taken` the files already written.
-    `budget` is the most that the cache may take, `free` the free bytes of the disk, and `reserve` the bytes that stay
-    free."""
+def disk_space(cache: FeatureCache) -> tuple[int, int]:
+    """The bytes of all files of a cache, at most, and the bytes of the files already written."""
+    documents = DOCUMENT_BYTES * cache.manifest.tokens
+    taken = sum(file.stat().st_size for file in map(cache.file, cache.shards) if file.exists())
+    taken += documents if (cache.path / DOCUMENTS).exists() else 0
+    return sum(map(cache.bytes, cache.shards)) + documents, taken
 
-    total: int
-    taken: int
-    budget: int
-    free: int
-    reserve: int
 
-    @classmethod
-    def of(cls, cache: FeatureCache, budget: int | None) -> DiskPlan:
-        """The plan for a budget in bytes; None is the free space less the reserve."""
-        free = shutil.disk_usage(existing_parent(cache.path)).free
-        reserve = min(RESERVE, int(RESERVED_SHARE * free))
-        taken = sum(file.stat().st_size for file in map(cache.file, cache.shards) if file.exists())
-        taken += document_bytes(cache) if (cache.path / DOCUMENTS).exists() else 0
-        total = sum(map(cache.bytes, cache.shards)) + document_bytes(cache)
-        return cls(total, taken, free - reserve + taken if budget is None else budget, free, reserve)
-
-    def shard_budget(self, cache: FeatureCache) -> int:
-        """The part of the budget that is left for shards."""
-        return self.budget - document_bytes(cache)
-
-    def describe(self, cache: FeatureCache) -> str:
-        known = cache.manifest
-        states = f"final states of {known.last_states / known.tokens:.0%}"
-        shards = "1 shard" if len(cache.shards) == 1 else f"{len(cache.shards):,} shards"
-        return (
-            f"{known.tokens:,} tokens ({states}) take {self.total / known.tokens:,.0f} bytes a token in "
-            f"{known.precision}, {format_bytes(self.total)} in {shards}; the disk budget is "
-            f"{format_bytes(self.budget)}, and {format_bytes(self.free)} are free"
-        )
-
-    def check(self, cache: FeatureCache) -> None:
-        """Raises ValueError if the features do not fit in the budget or on the disk."""
+def check_space(cache: FeatureCache, budget: int | None, say: Say) -> None:
+    """Says how much disk space a cache takes. Raises ValueError if the features do not fit in `budget` bytes (None: the
+    free space less a reserve), or on the disk."""
+    known, (total, taken) = cache.manifest, disk_space(cache)
+    free = shutil.disk_usage(existing_parent(cache.path)).free
+    if budget is None:
+        budget = free + taken - min(RESERVE, int(RESERVED_SHARE * free))
+    states = f"final states of {known.last_states / known.tokens:.0%}"
+    shards = "1 shard" if len(cache.shards) == 1 else f"{len(cache.shards):,} shards"
+    say(
+        f"{known.tokens:,} tokens ({states}) take {total / known.tokens:,.0f} bytes a token in {known.precision}, "
+        f"{format_bytes(total)} in {shards}; the disk budget is {format_bytes(budget)}, and {format_bytes(free)} are "
+        "free"
+    )
+    limits = {f"the disk budget of {format_bytes(budget)}": budget, f"the {format_bytes(free)} free": free + taken}
+    if exceeded := [limit for limit, most in limits.items() if total > most]:
         advice = "use a share of the data (@0.5)"
-        if cache.manifest.precision != "fp8":
-            advice = f"store fp8 (--precision fp8), or {advice}"
-        if self.total > self.budget:
-            raise ValueError(
-                f"the features take {format_bytes(self.total)}, more than the disk budget of "
-                f"{format_bytes(self.budget)}; {advice}"
-            )
-        if self.total - self.taken > self.free:
-            raise ValueError(
-                f"the features take {format_bytes(self.total - self.taken)} more, and the disk has "
-                f"{format_bytes(self.free)}; {advice}"
-            )
-
-
-def document_bytes(cache: FeatureCache) -> int:
-    """The bytes of the documents themselves."""
-    return DOCUMENT_BYTES * cache.manifest.tokens
+        advice = advice if known.precision == "fp8" else f"store fp8 (--precision fp8), or {advice}"
+        raise ValueError(f"the features take {format_bytes(total)}, more than {exceeded[0]}; {advice}")

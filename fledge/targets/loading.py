@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from fledge.config import RopeConfig, llama_names
 from fledge.io.fields import first_line, parse_dtype, read_json
-from fledge.io.hub import download_files, download_weights, progress_counter, split_revision
+from fledge.io.hub import progress_counter, split_revision
 from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
 from fledge.targets.parts import ModelTarget, TargetParts
@@ -82,7 +82,6 @@ def load_target(
         if weights and (mesh is None or mesh.get_local_rank() == 0):
             # a quantized model is loaded on the final device, since some quantized models cannot be moved
             place: dict[str, Any] = {"device_map": {"": device}} if quantization and device.type != "cpu" else {}
-            download_weights(name, options["revision"])
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
                 # sizes that differ are not ignored: `_check_complete` names them
                 model, info = AutoModelForCausalLM.from_pretrained(
@@ -159,7 +158,6 @@ def _read_weights(
     if index := file_of(SAFE_WEIGHTS_INDEX_NAME):
         file_by_key = read_json(Path(index))["weight_map"]
     else:
-        download_files(name, options["revision"], [SAFE_WEIGHTS_NAME])
         if (whole := file_of(SAFE_WEIGHTS_NAME)) is None:
             return {}
         with safe_open(whole, "pt") as f:
@@ -167,9 +165,7 @@ def _read_weights(
     names = _names_in_files(file_by_key, model)
     keys = {key: names[key] for key in wanted if key in names}
     found: dict[str, torch.Tensor] = {}
-    files = {file_by_key[stored] for stored in keys.values()}
-    download_files(name, options["revision"], files)
-    for file in files:
+    for file in {file_by_key[stored] for stored in keys.values()}:
         with safe_open(file_of(file), "pt") as f:
             found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
     shapes = {key: p.shape for key, p in model.named_parameters()}
@@ -307,6 +303,15 @@ def _other_kind(path: Path) -> str:
     return ""
 
 
+def _adapter_on_hub(path: str | Path) -> str:
+    """`_adapter` of a hub id; empty if no adapter is found there."""
+    name, revision = split_revision(path)
+    found = None
+    with contextlib.suppress(Exception):  # offline, unknown or private id: the error of the model's config says so
+        found = cached_file(name, "adapter_config.json", revision=revision)
+    return _adapter(Path(found), name) if found else ""
+
+
 def _adapter(file: Path, name: str) -> str:
     """A message about an adapter, from adapter_config.json: kind, base model, and how to merge both into a target."""
     try:
@@ -356,6 +361,8 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
                 f"the target {path} has no files of a tokenizer (tokenizer.json, or those of its kind), or lacks some; "
                 "copy them from where the model is from"
             ) from e
+        if not Path(path).exists() and (adapter := _adapter_on_hub(path)):
+            raise ValueError(f"the target {path} {adapter}") from e
         hub = "" if Path(path).exists() else "it is not a local directory, and as a hub id: "
         raise ValueError(f"the target {path} cannot be loaded: {hub}{first_line(e).rstrip('.')}{_remedy(e)}") from e
     finally:

@@ -16,8 +16,6 @@ from fledge.states.writer import FeatureWriter, passes
 from fledge.targets.source import LiveFeatures
 from fledge.types import Features, Packed
 
-UNLIMITED = 2**60
-
 
 def manifest_of(documents: Sequence[Document], layout: Layout, shard_bytes: int, **changes: Any) -> Manifest:
     sizes = Sizes.of(documents, layout)
@@ -48,8 +46,8 @@ def round_features(features: Features, precision: Precision) -> Features:
     return Features(aux_TAD, features.last_TD.to(precision.last).to(features.last_TD.dtype))
 
 
-def writer_of(cache: FeatureCache, source: LiveFeatures, budget: int = UNLIMITED, say: Any = print) -> FeatureWriter:
-    return FeatureWriter(cache, source.features, budget, 0, say, lambda tokens: None)
+def writer_of(cache: FeatureCache, source: LiveFeatures, say: Any = print) -> FeatureWriter:
+    return FeatureWriter(cache, source.features, say, lambda tokens: None)
 
 
 class RoundedFeatures:

@@ -82,7 +82,7 @@ def check_files(data: DataRecipe, directory: RunDirectory) -> None:
         hashes = set(known.values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
-    now = data_files(data.sources, cache_directory(data.cache))
+    now = data_files(data.sources)
     others = [file for file in now if now[file] not in hashes]
     others += [file for file in known if known[file] not in now.values()]
     if others:
@@ -140,7 +140,7 @@ def summarize(
         "method": recipe.method.name,
         "data": {
             "sources": list(recipe.features.manifest.data if recipe.features else recipe.data.sources),
-            "files": data_files(recipe.data.sources, cache_directory(recipe.data.cache)),
+            "files": data_files(recipe.data.sources),
             "documents": len(documents),
             "tokens": int(lengths_of(documents).sum()),
             "supervised": int(supervised_of(documents).sum()),

@@ -9,7 +9,7 @@ import torch
 
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
-from fledge.data.modes import shared_variables
+from fledge.data.template import shared_variables
 from fledge.data.vocab import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import new_draft

@@ -1,4 +1,4 @@
-"""Which fields of messages a chat template renders, and messages in the form that the template expects.
+"""Messages of chats: their checks, which fields a chat template renders, and the form that the template expects.
 
 Most templates render a content that is a string, and some render only a list of parts. Data sets name reasoning
 `reasoning_content`, `reasoning` or `thinking`, and a template reads one of them. The arguments of a tool call are an
@@ -9,30 +9,22 @@ JSON themselves, and some insert a text.
 from __future__ import annotations
 
 import json
-import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from fledge.io.fields import parse_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+TEXT_FIELDS = ("content", *REASONING_FIELDS)  # the fields of a message that templates render
 MARK = "fledge_asks_what_is_rendered"
 TOOL = {
     "type": "function",
     "function": {"name": MARK, "description": "none", "parameters": {"type": "object", "properties": {}}},
 }
 ASKED = {"role": "user", "content": "a"}
-# the end of a prompt in which reasoning is open, such as "<think>\n", or is closed already
-OPENED = re.compile(r"<([\w:]*think[\w:]*)>(\s*)(</\1>\s*)?$")
-# what a template, or the tokenizer, drops, and how a note about records with it goes on
-LOSSES = {
-    "reasoning": "have reasoning that this chat template drops",
-    "calls": "have tool calls that this chat template drops",
-    "tools": "have tools that this chat template drops",
-    "added": "write out special tokens that the tokenizer adds too, such as BOS; one of each two is dropped",
-}
-
 Message = dict[str, Any]
 Render = Callable[[list[Message], list[Any] | None], str | None]
 
@@ -90,18 +82,6 @@ def _ask_for_calls(rendered: Callable[[list[Message]], str | None]) -> tuple[boo
     return refused, False, True  # a template that refuses all calls drops none
 
 
-def has_fields(messages: Sequence[Message]) -> bool:
-    """Whether a message has tool calls or reasoning."""
-    return any(m.get("tool_calls") or _reasoning_of(m) for m in messages)
-
-
-def is_left_empty(message: Message, fields: RenderedFields) -> bool:
-    """Whether a message is empty because the template drops the message's tool calls."""
-    reasoning = fields.reasoning and _reasoning_of(message)
-    dropped = message.get("tool_calls") and not fields.calls
-    return bool(dropped and not reasoning and not (message.get("content") or "").strip())
-
-
 def prepared(messages: Sequence[Message], fields: RenderedFields) -> list[Message]:
     """The messages with contents, tool calls and reasoning in the form that a template expects."""
     made = [_prepared(m, fields) if m.get("role") == "assistant" else m for m in messages]
@@ -118,7 +98,7 @@ def _with_parts(message: Message, roles: frozenset[str]) -> Message:
 
 def _prepared(message: Message, fields: RenderedFields) -> Message:
     changed = dict(message)
-    reasoning = _reasoning_of(message)
+    reasoning = reasoning_of(message)
     if reasoning and fields.reasoning:  # only under `fields.reasoning`: some templates render all names of reasoning
         for name in REASONING_FIELDS:
             changed.pop(name, None)
@@ -130,44 +110,14 @@ def _prepared(message: Message, fields: RenderedFields) -> Message:
     return changed
 
 
-def _reasoning_of(message: Message) -> str:
+def reasoning_of(message: Message) -> str:
     return next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
-
-
-def has_reasoning(message: Message, tag: str) -> bool:
-    """Whether an assistant message has reasoning, in a field of its own or in its content, where `</tag>` ends it."""
-    return bool(_reasoning_of(message).strip()) or f"</{tag}>" in (message.get("content") or "")
-
-
-def continued(opening: str, turn: str, message: Message) -> str | None:
-    """The text that the decoder generates after a prompt whose end, `opening`, opens the reasoning (see OPENED).
-
-    `turn` is the message rendered by the template, without the turn's header, with or without reasoning. Reasoning that
-    the template drops is put back: the message's reasoning field, closed by the tag that the prompt opens, or the
-    content up to `</think>`, unchanged. Returns None if only the message or only the prompt has reasoning.
-    """
-    tag, space, is_closed = OPENED.search(opening).groups()
-    open_, close, content = f"<{tag}>", f"</{tag}>", message.get("content") or ""
-    if not has_reasoning(message, tag):
-        return re.sub(rf"^\s*({open_})?\s*{close}\s*", "", turn) if is_closed else None
-    if is_closed:
-        return None
-    reasoning, (written, end, answer) = _reasoning_of(message).strip(), content.rpartition(close)
-    written = re.sub(rf"^\s*{open_}\s*", "", written)
-    if close in turn and (reasoning or written.strip()) in turn.rpartition(close)[0]:
-        return re.sub(rf"^\s*{open_}\s*", "", turn)
-    turn = re.sub(rf"^\s*({open_})?\s*{close}", "", turn)
-    if reasoning:
-        return f"{reasoning}\n{close}\n\n{turn.lstrip()}" if space else f"{reasoning}{close}{turn.lstrip()}"
-    if answer.strip():  # with the space that the template may strip
-        turn = answer[: len(answer) - len(answer.lstrip())] + turn.lstrip()
-    return written + end + turn
 
 
 def as_sent(message: Message) -> Message:
     """A message in the form of OpenAI's API: arguments of calls as JSON text, and reasoning under both names that
     servers read (`reasoning_content`, `reasoning`)."""
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
+    reasoning = reasoning_of(message)
     sent = message | ({"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {})
     if calls := message.get("tool_calls"):
         sent["tool_calls"] = [_with_arguments(call, as_json=True) for call in calls]
@@ -191,20 +141,90 @@ def _with_arguments(call: Any, as_json: bool) -> Any:
     return call
 
 
-def find_losses(
-    messages: Sequence[Message], tools: Any, fields: RenderedFields, texts: Callable[[], str]
-) -> tuple[str, ...]:
-    """The keys of LOSSES that apply to a conversation. `texts` gives the text of all documents of the conversation."""
-    found = []
-    thoughts = [r for m in messages if m["role"] == "assistant" and (r := without_spaces(_reasoning_of(m)))]
-    if thoughts:
-        text = without_spaces(texts())
-        found += [] if all(thought in text for thought in thoughts) else ["reasoning"]
-    if not fields.calls and any(m.get("tool_calls") for m in messages):
-        found.append("calls")
-    return (*found, *(["tools"] if tools and not fields.tools else []))
-
-
 def without_spaces(text: str) -> str:
     """A text without white space, which templates trim."""
     return "".join(text.split())
+
+
+# -- checks of messages --------------------------------------------------------------------------------------------
+
+
+def check_messages(messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """Normalizes messages to the form that chat templates take, with every content a string.
+
+    A list of text parts is joined by newlines, as in vLLM. Null is allowed as the content of an assistant message that
+    calls tools. Raises ValueError, naming the location, for any other content (images, numbers, objects, null) and for
+    values that JSON cannot represent.
+    """
+    checked = [_message(m, where, i) for i, m in enumerate(messages, 1)]
+    try:  # a fast check for messages that contain only strings, as nearly all do
+        "".join([text for m in checked for field in m.items() for text in field]).encode()
+    except (TypeError, UnicodeEncodeError):
+        for i, m in enumerate(checked, 1):
+            check_json(m, f"{where}, message {i}")
+    return checked
+
+
+def check_text(text: str, where: str) -> str:
+    """Returns the text. Raises ValueError, naming the location, if it contains an unpaired surrogate."""
+    check_json(text, where)
+    return text
+
+
+def _message(message: Any, where: str, number: int) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or _lacks_content(message):
+        raise ValueError(f"{where}, message {number} needs a `role` and a `content`, got {shown(message)}")
+    if {str}.issuperset(map(type, message.values())):  # the common case needs no changes
+        return message
+    # table formats store absent fields as null, and some templates treat a field that is null as present
+    cleaned = {k: v for k, v in message.items() if k == "content" or (v is not None and (k, v) != ("tool_calls", []))}
+    for field in TEXT_FIELDS:
+        if not isinstance(cleaned.get(field, ""), (str, NoneType)):
+            cleaned[field] = _join_parts(cleaned[field], field, f"{where}, message {number}")
+    return cleaned
+
+
+def _lacks_content(message: dict[str, Any]) -> bool:
+    """Whether the content is missing or null, except in an assistant message that calls tools."""
+    return message.get("content") is None and not (message["role"] == "assistant" and message.get("tool_calls"))
+
+
+def _join_parts(content: Any, field: str, where: str) -> str:
+    """The text of a list of text parts, joined by newlines."""
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"{where}: its {field} is {shown(content)}, but fledge only reads text: a string, or a list of "
+            '{"type": "text", "text": ..} parts'
+        )
+    return "\n".join(texts)
+
+
+def check_json(value: Any, where: str) -> None:
+    """Raises ValueError, naming the location, for a value that cannot be written as JSON in UTF-8, such as the dates
+    and bytes of parquet files."""
+
+    def refuse(part: Any) -> None:
+        kind = type(part).__name__
+        raise ValueError(f"{where}: it contains a {kind}, which JSON cannot represent; convert it to a string")
+
+    try:
+        json.dumps(value, ensure_ascii=False, default=refuse).encode()
+    except UnicodeEncodeError as e:
+        surrogate, before = e.object[e.start], e.object[max(e.start - 30, 0) : e.start]
+        raise ValueError(
+            f"{where}: the escape \\u{ord(surrogate):x} after {before!r} is an unpaired surrogate; remove it"
+        ) from e
+    except RecursionError as e:
+        raise ValueError(f"{where}: it is nested too deeply to be read") from e
+
+
+def shown(value: Any) -> str:
+    """A value of data as text for messages, limited in length and depth."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlist = 12

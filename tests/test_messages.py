@@ -11,9 +11,10 @@ from itertools import groupby
 
 import pytest
 
-from fledge.data.answering import reasoning_field, split_conversation, stops_at_tool
-from fledge.data.chat_fields import RenderedFields, as_sent, prepared
+from fledge.data.answering import split_conversation, stops_at_tool
+from fledge.data.messages import RenderedFields, as_sent, prepared
 from fledge.data.record import Record, parse_record
+from fledge.data.spans import losses, training_documents
 from fledge.data.template import ChatTemplate
 from fledge.data.tokenize import make_documents
 from fledge.measure.prompts import prompt_of
@@ -125,7 +126,7 @@ def chats(template: str) -> ChatTemplate:
 
 
 def shown(template: ChatTemplate, record: Record) -> list[str]:
-    return ["".join(_runs(template, d)) for d in template.documents(record)]
+    return ["".join(_runs(template, d)) for d in training_documents(template, record)]
 
 
 def _runs(template, document):
@@ -136,7 +137,9 @@ def _runs(template, document):
 
 
 def spans(template: ChatTemplate, record: Record) -> list[str]:
-    return [text.strip("«»") for d in template.documents(record) for text in _runs(template, d) if text[0] == "«"]
+    return [
+        text.strip("«»") for d in training_documents(template, record) for text in _runs(template, d) if text[0] == "«"
+    ]
 
 
 NEXT = ({"role": "user", "content": "Again!"}, {"role": "assistant", "content": "No."})
@@ -166,10 +169,10 @@ def test_calls_are_supervised_llama(arguments):
     template, record = chats(LLAMA), chat(arguments=arguments)
     assert spans(template, record) == ['{"name": "look", "parameters": {"at": "bird"}}<|im_end|>', "A bird.<|im_end|>"]
     assert '<|im_start|>ipython\n"a wing"<|im_end|>' in shown(template, record)[0]
-    assert template.losses(record, template.documents(record)) == ("reasoning",)
+    assert losses(template, record, training_documents(template, record)) == ("reasoning",)
     record.messages[1]["tool_calls"].append(call())
     with pytest.raises(ValueError, match=r"line 7: the chat template refuses .*only single tool-calls"):
-        template.documents(record)
+        training_documents(template, record)
 
 
 def test_each_turn_follows_the_reasoning_that_the_decoder_saw_harmony():
@@ -186,7 +189,7 @@ def test_each_turn_follows_the_reasoning_that_the_decoder_saw_harmony():
         f"{start}<|im_start|>assistant{called}{result}<|im_start|>assistant«{answer}»",
     ]
     record = chat("thinking")
-    assert shown(template, record) == documents and template.losses(record, template.documents(record)) == ()
+    assert shown(template, record) == documents and losses(template, record, training_documents(template, record)) == ()
     again = shown(template, chat("reasoning", more=NEXT))
     assert set(documents) < set(again) and len(again) == 3
     assert next(text for text in again if "«" in text and "final: No." in text).endswith("« final: No.<|im_end|>»")
@@ -227,13 +230,13 @@ def test_a_turn_that_a_dropped_call_leaves_empty_is_context(template):
         ]
     alone = parse_record({"messages": chat().messages[:2]}, "here")
     with pytest.raises(ValueError, match=r"here has no assistant message to train on .*drops its tool calls"):
-        chats(template).documents(alone)
+        training_documents(chats(template), alone)
     thinks = template.replace("m['content']", "(m['reasoning_content'] or '') + m['content']")
     assert spans(chats(thinks), alone) == ["I must look.<|im_end|>"], "its reasoning is rendered"
 
 
 def test_the_field_of_reasoning():
-    found = [reasoning_field(chats(template)) for template in (QWEN, LLAMA, HARMONY)]
+    found = [chats(template).fields.reasoning for template in (QWEN, LLAMA, HARMONY)]
     assert found[:2] == ["reasoning_content", None]
     assert found[2] in ("thinking", "reasoning_content"), "newer transformers fill one from the other"
 
