@@ -1,4 +1,4 @@
-"""Computes a draft's probe again: the target's hidden states, the draft's logits, and a short decode."""
+"""Recomputes a draft's probe: the target's hidden states, the draft's logits, and a short decode."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from fledge.measure.options import EvalOptions
 
 
 def command(options: EvalOptions, progress: Any, printer: ResultPrinter) -> None:
-    """Prints the records of `run`, as a table or as JSON, and draws the report. Raises ValueError as
-    `refuse_changed_output` does."""
+    """Prints the records of `run`, as a table or as JSON, and draws the report. Raises ValueError like
+    `refuse_changed_output`."""
     from fledge.measure import table
     from fledge.measure.record import record_text
     from fledge.report.page import check_report_path

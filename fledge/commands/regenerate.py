@@ -1,6 +1,6 @@
 """`fledge regenerate`: replaces the assistant's answers in the data by the target's own.
 
-A draft that is trained on text of the target predicts the target better.
+A draft trained on text that the target generated predicts the target better than a draft trained on other text.
 """
 
 from __future__ import annotations

@@ -66,9 +66,6 @@ def stops_at_tool(record: Record) -> bool:
     return bool(messages) and len(_answerable(messages[_kept(record) :])) < len(messages[_kept(record) :])
 
 
-# -- generated tokens as messages and texts -----------------------------------------------------------------------
-
-
 class AnswerWarning(UserWarning):
     """A chat template renders an answer to a different text than the target generated."""
 

@@ -112,8 +112,6 @@ def fingerprint(documents: Sequence[Document]) -> str:
     return digest.hexdigest()
 
 
-# -- documents that are being made --------------------------------------------------------------------------------
-
 TOKENS, SPANS = "tokens.bin", "spans.bin"
 
 

@@ -146,9 +146,6 @@ def without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-# -- checks of messages --------------------------------------------------------------------------------------------
-
-
 def check_messages(messages: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Normalizes messages to the form that chat templates take, with every content a string.
 

@@ -1,4 +1,5 @@
-"""Packing complete documents into rows of a fixed length. Each epoch packs them in an order drawn from a seed."""
+"""Packing complete documents into rows of a fixed length. Each epoch packs the documents in a new order, drawn from a
+seed."""
 
 from __future__ import annotations
 
@@ -66,9 +67,6 @@ def make_row(
     rest = np.arange(row_length - at)
     position[at:], doc[at:] = rest % FILLER_LENGTH, -1 - rest // FILLER_LENGTH
     return Packed(*map(torch.from_numpy, (token, span, position, doc)), tuple(sources))
-
-
-# -- rows of epochs -----------------------------------------------------------------------------------------------
 
 
 class Rows:

@@ -22,8 +22,8 @@ class PromptReader:
         self._warned = False
 
     def read(self, asked: str | Sequence[Any]) -> Prompt:
-        """The prompt of a text, or of the messages of a chat. Raises ValueError as `ChatTemplate.prompt_ids`, and warns
-        as `warn_of_mode`."""
+        """The prompt of a text, or of the messages of a chat. Raises ValueError like `ChatTemplate.prompt_ids`, and
+        warns as `warn_of_mode`."""
         ids = self.template.prompt_ids(asked)
         if not isinstance(asked, str):
             self.warn_of_mode(asked)

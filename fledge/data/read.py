@@ -93,15 +93,16 @@ class SourceReader:
 def read_records(
     sources: Sequence[AnySource], seed: int = 0, skip: Callable[[str], None] | None = None
 ) -> list[Record]:
-    """All records of all sources, in order. `skip` and the exceptions are documented at `SourceReader.records`."""
+    """The records of all sources in order, sampled or repeated by each source's share; `seed` draws the samples. `skip`
+    and the exceptions are documented at `SourceReader.records`."""
     records: list[Record] = []
-    for given in sources:
-        source = SourceReader(given)
-        refused: list[str] = []
-        read = list(source.records(refused.append if skip else None))
+    for source in sources:
+        reader = SourceReader(source)
+        refused: list[str] = []  # collected first, since `order` names the first
+        parsed = list(reader.records(refused.append if skip else None))
         for reason in refused:
             skip(reason)
-        records += [read[i] for i in source.order(len(read), refused, seed)]
+        records += [parsed[i] for i in reader.order(len(parsed), refused, seed)]
     return records
 
 
@@ -188,8 +189,6 @@ def _saved(file: Path, key: str) -> list[Any] | None:
     return listed if isinstance(listed, list) else None
 
 
-# -- which records are trained on ---------------------------------------------------------------------------------
-
 MIN_RECORDS_PER_HELD_OUT = 10  # data with fewer records for each record to hold out is used for training only
 
 
@@ -236,7 +235,7 @@ def select(
     again. `advance` is called after each record.
 
     With at least MIN_RECORDS_PER_HELD_OUT * `hold_out` records, `hold_out` records are drawn by `seed` and held out,
-    unless no record would be left to train on. Raises ValueError as `read_records` does.
+    unless no record would be left to train on. Raises ValueError like `read_records`.
     """
     refused: list[str] = []
     orders, contents, first = [], bytearray(), 0

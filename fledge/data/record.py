@@ -87,9 +87,6 @@ def _parse_layout(row: dict[str, Any], where: str) -> Record:
     )
 
 
-# -- layouts ------------------------------------------------------------------------------------------------------
-
-
 def _chat(row: dict[str, Any], messages: list[Any], where: str, prompt_length: int = 0) -> Record:
     """A conversation, with the row's `system` prompt prepended and its `tools`."""
     checked, tools = check_messages(messages, where), _tools(row.get("tools"), where)
@@ -210,8 +207,6 @@ def _instruction(row: dict[str, Any], where: str) -> list[Any]:
     content = row["instruction"] + (f"\n{extra}" if extra else "")
     return [*messages, {"role": "user", "content": content}]
 
-
-# -- columns with other names -------------------------------------------------------------------------------------
 
 COLUMNS = (
     "messages", "conversations", "turns", "prompt", "completion", "instruction", "input", "output", "history", "text",

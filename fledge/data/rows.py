@@ -62,11 +62,8 @@ class _Damaged(Exception):
     """A file contains a table that pyarrow cannot read, or too long a line; the message gives the reason."""
 
 
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
 def _open(path: Path) -> IO[str]:
-    """The text of a file, decompressed."""
+    """Opens a file as a text stream, decompressing if necessary."""
     newline = "" if format_of(path) == ".csv" else None  # the cells of a CSV file keep line ends unchanged
     if path.suffix not in COMPRESSED:
         return path.open(encoding="utf-8-sig", newline=newline)
@@ -172,9 +169,6 @@ def _parse(text: str, where: str) -> Any:
         return parse_json(text)
     except ValueError as e:
         raise ValueError(f"{where} is not JSON: {e}. Fix or remove it; nothing was skipped") from e
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _csv(path: Path) -> Iterator[Row]:

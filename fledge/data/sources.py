@@ -142,9 +142,6 @@ def modes_of(sources: Iterable[str], template_kwargs: Mapping[str, Any] | None) 
     return tuple(modes)
 
 
-# -- data sets of the hub -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class HubData:
     """A data set of the hub.

@@ -252,9 +252,6 @@ def _common_prefix_length(a: str, b: str) -> int:
     return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda n: not b.startswith(a[:n]))
 
 
-# -- reasoning and calls ------------------------------------------------------------------------------------------
-
-
 def _has_reasoning(message: Message, tag: str) -> bool:
     """Whether an assistant message has reasoning, in a field of its own or in its content, where `</tag>` ends it."""
     return bool(reasoning_of(message).strip()) or f"</{tag}>" in (message.get("content") or "")

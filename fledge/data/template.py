@@ -89,8 +89,6 @@ class ChatTemplate:
         except ValueError:
             return None
 
-    # -- prompts ------------------------------------------------------------------------------------------------
-
     def render(
         self, messages: Sequence[dict[str, Any]], *, prompt: bool, tools: list[Any] | None = None, where: str = "chat"
     ) -> str:
@@ -103,7 +101,7 @@ class ChatTemplate:
         return self._apply(prepared(messages, self._fields(where)), prompt, tools, where)
 
     def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: list[Any] | None, where: str) -> str:
-        """Renders messages as they are. Raises ValueError as `render`."""
+        """Renders messages as they are. Raises ValueError like `render`."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"{where} is a conversation, but the tokenizer has no chat template; use an instruction-tuned target, "
@@ -144,7 +142,7 @@ class ChatTemplate:
     def prompt_text(
         self, messages: Sequence[dict[str, Any]], *, tools: list[Any] | None = None, where: str = "chat"
     ) -> str:
-        """Messages rendered with the assistant's generation prompt. Raises ValueError as `prompt_ids`."""
+        """Messages rendered with the assistant's generation prompt. Raises ValueError like `prompt_ids`."""
         return self.render(check_messages(messages, where), prompt=True, tools=tools, where=where)
 
     def rendered_ids(self, text: str) -> list[int]:
@@ -210,7 +208,6 @@ def _unread(template: Any, names: Collection[str]) -> str:
     return f"the chat template reads no variable {' and no '.join(unread)}, which has no effect{meant}"
 
 
-# -- modes ------------------------------------------------------------------------------------------------------------
 # A mode of a template, such as thinking, is given by variables of the template. Two sets of variables are the same mode
 # for a prompt if the template renders the prompt to the same text with both sets: often, a variable's default does not
 # have to be named.

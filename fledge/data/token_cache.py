@@ -193,9 +193,6 @@ class _Job:
             return None
 
 
-# -- what the data depends on -----------------------------------------------------------------------------------------
-
-
 def _key(request: DataRequest, sources: Sequence[SourceReader]) -> str:
     """A hash of all inputs that determine the documents and the held-out records."""
     drawn = request.hold_out or any(source.share % 1 for source in sources)  # whether the seed matters
@@ -230,9 +227,6 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
     kind = type(tokenizer)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [kind.__module__, kind.__qualname__, state, special, tokenizer.split_special_tokens, tokenizer.chat_template]
-
-
-# -- the files --------------------------------------------------------------------------------------------------------
 
 
 def _save(directory: Path, data: TrainingData) -> None:

@@ -231,9 +231,6 @@ def work(descriptor: int) -> None:
             connection.send(answer)
 
 
-# -- documents of records -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DataReport:
     """Statistics of `make_documents`, shown before training.

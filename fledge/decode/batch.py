@@ -158,8 +158,6 @@ class Batch:
             self.close()
         return captured
 
-    # -- requests come and go -----------------------------------------------------------------------------------
-
     def add(self, requests: Sequence[Request], running: bool = False) -> Iterator[list[Request]]:
         """Prefills requests, several in a pass, and starts to run the requests that do not end with the first token.
         Yields the requests that got tokens. The first token does not count as a round.
@@ -279,8 +277,6 @@ class Batch:
         self.launched, self.loaded, self.rests = [], None, False
         if self.holds:
             self._select([])
-
-    # -- rounds -------------------------------------------------------------------------------------------------
 
     def round(self) -> list[Request]:
         """Runs a round, and removes complete requests. Returns the requests that got tokens."""

@@ -239,7 +239,7 @@ class Engine:
         self, asked: PromptLike, number: int, drafts: bool, max_new_tokens: int | None, sampling: Sampling,
         stop: str | Sequence[str], into: Completion | None = None,
     ) -> Request:  # fmt: skip
-        """A request that is decoded with the draft, or without it. Raises TypeError and ValueError as `stream`."""
+        """A request that is decoded with the draft, or without it. Raises TypeError and ValueError like `stream`."""
         given, stop = check_prompt(asked), (stop,) if isinstance(stop, str) else stop
         check_type("stop", stop, Sequence, "a string or a list of strings")
         for string in stop:
@@ -308,7 +308,7 @@ class Engine:
 
         The options are those of `stream`; `request` None is a number that no request of `add` had before. The answer
         equals the answer of the prompt alone. The answer's tokens are in `done`, and `take` returns text in pieces.
-        Raises TypeError and ValueError as `stream`.
+        Raises TypeError and ValueError like `stream`.
         """
         own, drafts = _sampling(sampling, sampling_options, Engine.add), self._drafts(speculate)
         number = next(self._numbers) if request is None else request
@@ -437,7 +437,7 @@ def _sampling(given: Sampling | None, options: dict[str, Any], method: Callable[
 def _samplings(
     given: Sampling | Sequence[Sampling] | None, options: dict[str, Any], prompts: Sequence[Any]
 ) -> list[Sampling]:  # fmt: skip
-    """The sampling parameters of each prompt, given for all or as a list. Raises TypeError and ValueError as
+    """The sampling parameters of each prompt, given for all or as a list. Raises TypeError and ValueError like
     `_sampling`, and ValueError if a list has not as many entries as prompts, or if entries differ in `draft`."""
     if not isinstance(given, list | tuple):
         return [_sampling(cast(Sampling | None, given), options, Engine.generate_all)] * len(prompts)

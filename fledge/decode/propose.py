@@ -202,8 +202,8 @@ class Drafting:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], has_draft: bool = True) -> Drafting:
-        """A `Drafting` of `options`. Raises TypeError for a name that is not a field, and ValueError as `Drafting` and
-        for options without a draft."""
+        """A `Drafting` of `options`. Raises TypeError for a name that is not a field, and ValueError like `Drafting`
+        and for options without a draft."""
         known = [f.name for f in fields(cls)]
         if unknown := [name for name in options if name not in known]:
             raise TypeError(f"{unknown[0]} is not an option of drafting; the options are {', '.join(known)}")
@@ -242,7 +242,7 @@ class Drafting:
         return replace(self, mode="tree" if self.tree else "parallel" if method.one_pass else "chain")
 
     def for_draft(self, config: DraftConfig) -> Drafting:
-        """The same drafting with the mode, depth and sizes of a draft. Raises ValueError as `for_method`."""
+        """The same drafting with the mode, depth and sizes of a draft. Raises ValueError like `for_method`."""
         trained = config.provenance.depth or DEPTH
         resolved = replace(self.for_method(config.family), depth=self.depth or trained)
         if issubclass(NETWORKS[config.method], BlockDraft) and resolved.depth not in (AUTO, *range(trained + 1)):

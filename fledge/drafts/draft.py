@@ -78,8 +78,6 @@ class Draft(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    # -- vocabulary ---------------------------------------------------------------------------------------------
-
     def set_vocabulary(self, ids_W: Tensor) -> None:
         """Sets the target ids of the draft's vocabulary: ascending and distinct, int64 [W]. Raises ValueError for
         others."""

@@ -29,9 +29,6 @@ RECIPE = "recipe.yaml"  # the file with the options of a training run
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-# -- drafts on disk ---------------------------------------------------------------------------------------------
-
-
 def draft_files(draft: Draft, dtype: torch.dtype) -> dict[str, bytes]:
     """The content of a draft's files, model.safetensors with weights in `dtype` and config.json."""
     state = {n: x.detach().to("cpu", dtype if x.is_floating_point() else None) for n, x in draft.state_dict().items()}
@@ -221,7 +218,7 @@ def _open(directory: Path, find_strays: bool = True) -> DraftFiles:
 
 
 def load_draft(name: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
-    """Loads a draft by its directory or hub id. Raises ValueError as `open_draft`."""
+    """Loads a draft by its directory or hub id. Raises ValueError like `open_draft`."""
     # strays are not read: that takes as long as reading the draft
     return read_consistent(draft_directory(name), lambda at: _open(at, find_strays=False)).build(device, dtype)
 

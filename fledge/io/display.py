@@ -100,7 +100,7 @@ def print_error(error: object) -> None:
 
 
 class _ResultConsole(Console):
-    """A console on standard output that raises BrokenPipeError when the pipe is closed, as `print` does."""
+    """A console on standard output that raises BrokenPipeError, like `print`, when the pipe is closed."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, markup=False, emoji=False)

@@ -42,7 +42,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(file: Path, most: int | None = None) -> Any:
-    """The value in a JSON file. Raises ValueError as `parse_json`, and for more than `most` bytes (None:
+    """The value in a JSON file. Raises ValueError like `parse_json`, and for more than `most` bytes (None:
     MOST_BYTES)."""
     most = MOST_BYTES if most is None else most
     with file.open("rb") as f:  # reads without asking for the file's size, since a device has size 0

@@ -28,9 +28,6 @@ class DiskFullError(OSError):
         return str(self.strerror)
 
 
-# -- directories --------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def replace_directory(directory: Path) -> Iterator[Path]:
     """Context manager: yields an empty directory to write into, and renames it to `directory` when the block succeeds.
@@ -134,9 +131,6 @@ def _fsync(path: Path) -> None:
         os.close(handle)
 
 
-# -- small files ----------------------------------------------------------------------------------------------------
-
-
 def replace_text(file: str | Path, text: str) -> None:
     """Writes a small UTF-8 file atomically (see `replace_file`)."""
     replace_file(file, [text.encode()])
@@ -209,9 +203,6 @@ def disk_full_errno(error: BaseException | None) -> int | None:
     return None
 
 
-# -- output paths -----------------------------------------------------------------------------------------------------
-
-
 def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -> Path:
     """Checks, before a job starts, that a file (or a directory) can be written at `path`, and returns the path.
 
@@ -240,9 +231,6 @@ def check_output_path(path: str | Path, flag: str, *, directory: bool = False) -
 def existing_parent(path: Path) -> Path:
     """The path if it exists, else the nearest existing parent."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
-
-
-# -- locks ------------------------------------------------------------------------------------------------------------
 
 
 class InUse(ValueError):

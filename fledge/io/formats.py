@@ -43,8 +43,6 @@ def from_engine(ids: Iterable[int], engine: str) -> list[int]:
     return [i - OFFSETS[engine] for i in ids]
 
 
-# -- speculators' config.json ------------------------------------------------------------------------------------------
-
 # speculators_model_type: the architecture in the flat layout, from which `DraftConfig.from_hf` knows the method
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel"}
 CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # speculators' model classes
@@ -100,7 +98,6 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
     return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
 
 
-# -- fields with which an engine computes a draft otherwise than fledge ------------------------------------------------
 # These fields get into a draft's config.json with the config of a target or of a different kind of draft. Engines load
 # a draft with these fields without a message.
 

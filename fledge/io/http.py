@@ -54,9 +54,6 @@ class Passing(Exception):
         self.delay = delay
 
 
-# -- addresses and keys -------------------------------------------------------------------------------------------
-
-
 def root_of(url: str) -> str:
     """The address of a server, cut before /v1. Raises ValueError for an address that is not http or https, has an
     invalid port, or is refused by `refuse_credentials`."""
@@ -103,9 +100,6 @@ def _origin(url: httpx2.URL) -> str:
     return str(httpx2.URL(scheme=url.scheme, host=url.host, port=url.port))
 
 
-# -- requests -----------------------------------------------------------------------------------------------------
-
-
 class Http:
     """A client of one server, used as an asynchronous context manager.
 
@@ -150,7 +144,8 @@ class Http:
             raise ServerProblem(f"{self.root}{path}: {e}") from e
 
     async def json(self, path: str) -> Any:
-        """The JSON of the answer to a GET request. Raises ServerProblem as `text`, and for anything but JSON."""
+        """The JSON of the answer to a GET request. Raises ServerProblem if the request fails (see
+        `text`), or if the answer is not JSON."""
         body = await self.text(path)
         try:
             return parse_json(body)
@@ -252,9 +247,6 @@ def background_loop(owner: object) -> asyncio.AbstractEventLoop:
     threading.Thread(target=loop.run_forever, daemon=True).start()
     weakref.finalize(owner, loop.call_soon_threadsafe, loop.stop)
     return loop
-
-
-# -- responses ----------------------------------------------------------------------------------------------------
 
 
 async def _content(response: httpx2.Response) -> bytes:

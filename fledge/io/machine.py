@@ -127,9 +127,6 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.returncode else "")
 
 
-# -- signals that stop a command ---------------------------------------------------------------------------------------
-
-
 def stopping_signals() -> list[signal.Signals]:
     """SIGINT, SIGTERM and SIGHUP, except ignored signals, such as SIGHUP under nohup. Empty outside the main thread,
     since only the main thread may set handlers."""

@@ -24,9 +24,6 @@ SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in 
 PREFIXES = {"layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
 
 
-# -- files ----------------------------------------------------------------------------------------------------------
-
-
 def weights_file(directory: Path) -> Path:
     """The file with a draft's weights: a safetensors file, an index of several safetensors files, or a pickle, in this
     order. The path of the safetensors file if no weights file exists."""
@@ -48,7 +45,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as f:
             return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (a handle, not a dict)
     except pickle.UnpicklingError as e:
-        if "GLOBAL" in str(e):  # torch names a function or class that the file asks for
+        if "GLOBAL" in str(e):  # torch's message has GLOBAL if the pickle refers to a function or class
             raise ValueError(
                 f"{file} holds more than tensors: loading it would run Python code, which fledge does not do. Get the "
                 f"draft as {WEIGHTS}"
@@ -155,9 +152,6 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _is_shard(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-
-
-# -- names ----------------------------------------------------------------------------------------------------------
 
 
 def to_draft_names(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:

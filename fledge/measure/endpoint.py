@@ -126,8 +126,9 @@ async def measure(
 
     `template` is the target's template: with a template, prompts are compared, and SGLang gets prompts as token ids,
     since /generate alone counts acceptance by request. `histories` are the answers that later turns follow (None: the
-    server's own answers). First, `concurrency` prompts are answered briefly and not counted. Raises ValueError for a
-    refused prompt (with its location), for requests of other clients, and without `drafts` if the server drafts.
+    server's own answers). Warms up first: the first `concurrency` prompts get short answers, which are not counted.
+    Raises ValueError for a refused prompt (with its location), for requests of other clients, and without `drafts` if
+    the server drafts.
     """
     asking = _Asking(client, decoding, template, seed)
     short = replace(decoding, max_new_tokens=min(WARM_UP_TOKENS, decoding.max_new_tokens))

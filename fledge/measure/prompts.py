@@ -46,7 +46,7 @@ class EvalPrompt:
 def read_prompts(source: str | Path, limit: int | None = None, columns: str | None = None) -> list[EvalPrompt]:
     """At most `limit` prompts of a source, evenly spaced. The source is a file, a glob, a hub id, or a name in
     PROMPT_SETS or PRESETS that is not the name of a file. Without a limit, DEFAULT_PROMPTS prompts of a named set are
-    read. `columns` is the value of --columns. Raises ValueError as `read_records` and `read_prompt_set`."""
+    read. `columns` is the value of --columns. Raises ValueError like `read_records` and `read_prompt_set`."""
     if str(source) in PROMPT_SETS and not Path(source).exists():
         return [prompt_of(record) for record in read_prompt_set(str(source), limit)]
     parsed = Source.parse(str(source))

@@ -155,9 +155,6 @@ def notices(r: dict[str, Any]) -> list[str]:
     return lines
 
 
-# -- of servers ---------------------------------------------------------------------------------------------------
-
-
 def print_server_table(record: dict[str, Any], printer: ResultPrinter) -> None:
     """Prints a table with one row per record, and a summary of each. A narrow table omits columns, but never τ."""
     records = {"": record} if "tau" in record else record

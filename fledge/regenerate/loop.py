@@ -326,7 +326,8 @@ class AnswersFile:
         self._file.close()
 
     def append(self, rows: dict[int, dict[str, Any]]) -> None:
-        """Writes rows, given by index and without headers. Raises ValueError if the file cannot be written."""
+        """Appends `rows`, fields by row index, without the headers, which are added here. Raises ValueError if the file
+        cannot be written."""
         start, data = self._file.seek(0, os.SEEK_END), b""
         for index, row in rows.items():
             line = (json.dumps(self.headers[index] | row, ensure_ascii=False) + "\n").encode()

@@ -137,8 +137,6 @@ class FeatureCache:
         replace_text(self.path / HELD_OUT, "".join(json.dumps(asdict(r)) + "\n" for r in held_out))
         replace_text(self.path / MANIFEST, json.dumps(asdict(self.manifest), indent=2) + "\n")
 
-    # -- documents ----------------------------------------------------------------------------------------------
-
     @functools.cached_property
     def documents(self) -> Sequence[Document]:
         """The documents. Raises ValueError if the documents are damaged, or differ from the manifest's documents."""
@@ -168,8 +166,6 @@ class FeatureCache:
             return [Record(**parse_json(line)) for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError, TypeError) as e:
             raise ValueError(f"{file} cannot be read ({type(e).__name__}); {_ANEW}") from e
-
-    # -- shards -------------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> range:
@@ -224,8 +220,8 @@ class FeatureCache:
         return {name: start for name, (start, _) in self._header(shard)[0].items()}
 
     def verify(self, shard: int) -> None:
-        """Reads a shard, and compares the hash of the content with the hash in the header. Raises ValueError as
-        `offsets` does, and if the hashes differ."""
+        """Reads a shard, and compares the hash of the content with the hash in the header. Raises ValueError like
+        `offsets`, and if the hashes differ."""
         ranges, expected = self._header(shard)
         blocks = (
             (a, min(BLOCK_BYTES, end - a)) for start, end in ranges.values() for a in range(start, end, BLOCK_BYTES)
@@ -237,7 +233,7 @@ class FeatureCache:
 
     def _header(self, shard: int) -> tuple[dict[str, tuple[int, int]], str | None]:
         """The [start, end) bytes of each tensor in a shard's file, ascending, and the hash of the content (None: not in
-        the header). Raises ValueError as `offsets` says."""
+        the header). Raises ValueError like `offsets`."""
         file = self.file(shard)
         expected = _entries(self.layout.tensors(*self.sizes.total(*self.manifest.shards[shard])))
         try:
@@ -303,9 +299,6 @@ def _checks(manifest: Manifest) -> dict[str, bool]:
         "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
         "template_modes": isinstance(modes, list) and all(isinstance(mode, dict) for mode in modes),
     }
-
-
-# -- the file of a shard ------------------------------------------------------------------------------------------
 
 
 def _entries(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:

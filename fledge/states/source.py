@@ -136,8 +136,6 @@ class DiskFeatures:
         """See `FeatureSource.finite`."""
         return bool(all_finite(self.features(row)))
 
-    # -- reading --------------------------------------------------------------------------------------------------
-
     def _read(self, row: Packed, slot: Slot) -> StagedRow:
         """Reads a row into a slot."""
         layout = self.reader.layout(row)
@@ -170,8 +168,6 @@ class DiskFeatures:
         slot.end_use()
         self._free.put(slot)
 
-    # -- device memory ----------------------------------------------------------------------------------------------
-
     def _slot_bytes(self, tokens: int) -> int:
         """The most bytes of a row of `tokens` tokens."""
         return place(self.cache.layout, self.reader.names, tokens, tokens)[1]
@@ -188,9 +184,6 @@ class DiskFeatures:
     @functools.cached_property
     def _uploader(self) -> Uploader:
         return Uploader(self.device)
-
-
-# -- where features are in the shards ------------------------------------------------------------------------------
 
 
 class Extent(NamedTuple):
@@ -304,9 +297,6 @@ def _fill(f: BinaryIO, into: memoryview) -> None:
         if not (count := f.readinto(into)):
             raise ValueError(f"{f.name} is truncated: it was changed while it was read; write it again")
         into = into[count:]
-
-
-# -- memory of a device -------------------------------------------------------------------------------------------
 
 
 class Slot:

@@ -58,8 +58,8 @@ class VllmServer:
         self.model, self.max_model_len = self._describe()
 
     def get(self, tokens: Sequence[int], needed: int, closed: threading.Event) -> Captured:
-        """The states of all tokens of a document. Raises ValueError if the states do not arrive in time, and as soon as
-        `closed` is set."""
+        """The states of all tokens of a document. Raises ValueError if the states do not arrive in time, and as soon
+        as `closed` is set."""
         answer = self._complete(tokens, closed, self.patience.answer)
         name = self._name_of(answer)
         file, layers = self._file_of(name), layers_of(name.rpartition("/")[0])
@@ -80,8 +80,6 @@ class VllmServer:
                 f"{self.max_model_len - 1:,}; give --max-length {self.max_model_len - 1}, or start it with "
                 f"vllm serve --max-model-len {longest + 1}"
             )
-
-    # -- requests -----------------------------------------------------------------------------------------------
 
     def _describe(self) -> tuple[str, int | None]:
         """The name of the server's model, and the maximum length in tokens (None: not in the answer)."""
@@ -150,8 +148,6 @@ class VllmServer:
                 f"--features-map {parent}=PATH_HERE"
             )
         return path
-
-    # -- files --------------------------------------------------------------------------------------------------
 
     def _wait(self, file: Path, closed: threading.Event) -> None:
         """Waits until vLLM has written a file. vLLM holds the file's lock until the file is complete."""

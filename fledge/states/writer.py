@@ -137,9 +137,6 @@ class FeatureWriter:
         return tensors
 
 
-# -- the directory ------------------------------------------------------------------------------------------------
-
-
 def verify_features(directory: str, say: Say, progress: Any) -> None:
     """Compares all features in a directory with the hashes that were written. Raises ValueError if shards are damaged
     or missing, after a message for each shard."""
@@ -223,9 +220,6 @@ def _create(cache: FeatureCache, held_out: list[Record], say: Say) -> FeatureCac
                 return there
         except InUse:
             time.sleep(POLL_SECONDS / 10)
-
-
-# -- disk space --------------------------------------------------------------------------------------------------
 
 
 def parse_bytes(text: str) -> int:

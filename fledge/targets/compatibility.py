@@ -13,7 +13,7 @@ from fledge.targets.interface import Target
 def connect_draft(draft: Draft, target: Target) -> tuple[int, ...]:
     """Shares the target's embedding, and for EAGLE-1 its head, with a draft. Returns `layers_of` the draft.
 
-    Raises ValueError as `check_fits`.
+    Raises ValueError like `check_fits`.
     """
     layers = check_fits(draft.config, target)
     draft.share_target_weights(target.embedding, target.head_weight)

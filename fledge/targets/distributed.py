@@ -92,7 +92,7 @@ def target_of_parts(
     path: str | Path, parts: dict[str, Tensor], *, max_length: int | None = None, trust_remote_code: bool = False
 ) -> TargetParts:
     """The parts of a target, with config and tokenizer read from `path`, and weights from `parts` (see `parts_of`).
-    Raises ValueError as `load_target`."""
+    Raises ValueError like `load_target`."""
     options: dict[str, Any] = dict(max_length=max_length, trust_remote_code=trust_remote_code)
     empty = load_target(path, weights=False, **options).parts
     model: Any = empty.model

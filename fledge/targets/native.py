@@ -81,8 +81,6 @@ class NativeTarget(ModelTarget):
         self._packed: NativeDecoder | None = None  # `native` with copies of weights, for decoding on a CPU
         self.parts.note_places()  # the joined projections are new
 
-    # -- training -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def features(self, row: Packed, layers: Sequence[int]) -> Features:
 
@@ -101,8 +99,6 @@ class NativeTarget(ModelTarget):
     def _logits_problem(self) -> str:
         return checks.logits_problem(self.reference, self.logits)
 
-    # -- decoding -----------------------------------------------------------------------------------------------
-
     def _new_pool(self) -> SlotPool:
         n = self.native
         return SlotPool(len(n.layers), n.shape.kv_heads, n.shape.head_dim, self.device, self.dtype)
@@ -120,7 +116,7 @@ class NativeTarget(ModelTarget):
         """On a CPU, decoding computes with copies of the weights, which are made again if the weights have changed."""
         if self.parts.follow_weights():
             self._read_weights()
-        self._packed = None  # frees copies of changed weights
+        self._packed = None  # frees the old copies before new ones are made
         self._packed = packed_model(self, self.native.matrices(), self.parts.parameters, self.native.with_matrices)
 
     def __getstate__(self) -> dict[str, Any]:

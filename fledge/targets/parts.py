@@ -105,7 +105,7 @@ class TargetParts(Target):
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers. Raises ValueError, as `norm` does, if the layers cannot be identified. The model can then
+        """The decoder layers. Raises ValueError like `norm`, if the layers cannot be identified. The model can then
         still decode without a draft."""
         return layers_and_norm(self.decoder, self.config.num_hidden_layers)[0]
 
@@ -145,8 +145,6 @@ class TargetParts(Target):
         if cap := getattr(self.config, "final_logit_softcapping", None):  # Gemma
             logits = torch.tanh(logits / cap) * cap
         return logits
-
-    # -- weights that are moved ---------------------------------------------------------------------------------
 
     @cached_property
     def parameters(self) -> list[Tensor]:

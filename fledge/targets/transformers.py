@@ -73,8 +73,6 @@ class TransformersTarget(ModelTarget):
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters  # can skip early logits
         self._copies: dict[nn.Linear, Tensor] = {}  # by layer, aliases of weights that have copies
 
-    # -- training -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def features(self, row: Packed, layers: Sequence[int]) -> Features:
 
@@ -137,12 +135,10 @@ class TransformersTarget(ModelTarget):
         last, *aux = (states[i].flatten(0, 1).to(self.device) for i in ("last", *layers))
         return Features(torch.stack(aux, dim=1) if aux else last.new_empty(last.shape[0], 0, last.shape[1]), last)
 
-    # -- decoding -----------------------------------------------------------------------------------------------
-
     def prepare_decoding(self) -> None:
         """On a CPU, linear layers decode with copies of their weights, made again if the weights have changed."""
         self.parts.follow_weights()
-        self._copies = {}  # frees copies of changed weights
+        self._copies = {}  # frees the old copies before new ones are made
         if layers := [] if self.sharded else self.parts.few_row_layers:
             aliases = packed_model(self, [layer.weight for layer in layers], self.parts.parameters, list)
             self._copies = {} if aliases is None else dict(zip(layers, aliases, strict=True))
@@ -262,8 +258,6 @@ class TransformersTarget(ModelTarget):
         )  # fmt: skip
         return out[0, len(prompt) :].tolist()
 
-    # -- properties determined by running the model, once -------------------------------------------------------
-
     packs = functools.cached_property(checks.isolates_documents)
     rollback_problem = functools.cached_property(checks.rollback_problem)
     _cache_is_exact = functools.cached_property(checks.cache_matches_full_pass)
@@ -271,9 +265,6 @@ class TransformersTarget(ModelTarget):
     @functools.cached_property
     def _logits_problem(self) -> str:
         return checks.logits_problem(self, self.logits)
-
-
-# -- attention ------------------------------------------------------------------------------------------------------
 
 
 def install_attention(decoder: nn.Module) -> bool:

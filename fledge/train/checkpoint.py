@@ -117,8 +117,6 @@ class RunDirectory:
             raise ValueError(f"{self.path} holds no training run to resume (no {self.recipe.name})")
         return self.recipe
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self, draft: Draft, dtype: torch.dtype, tensors: dict[str, Tensor], progress: dict[str, Any],
         ranks: Ranks = ALONE,

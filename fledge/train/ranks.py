@@ -90,8 +90,6 @@ class Ranks:
         """Whether each rank keeps a part of the optimizer's state."""
         return self.size > 1
 
-    # -- rows -------------------------------------------------------------------------------------------------------
-
     def shares(self, weights: Sequence[float]) -> list[list[int]]:
         """The indices of a step's rows that each rank computes, ascending, given the work of each row.
 
@@ -105,8 +103,6 @@ class Ranks:
             own[lightest].append(i)
             work[lightest] += weights[i]
         return [sorted(indices) for indices in own]
-
-    # -- gradients and weights --------------------------------------------------------------------------------------
 
     def distribute(self, whole: Tensor) -> Tensor:
         """This rank's share of `whole`, a tensor that every rank has: a DTensor split along axis 0, or without shards
@@ -130,8 +126,6 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(x, group=self.training)
         return x
-
-    # -- agreement --------------------------------------------------------------------------------------------------
 
     def meet(self, where: str, told: T, failure: BaseException | None = None, *, group: Any = None) -> list[T]:
         """Waits for every rank, and returns the values `told` by all ranks, by rank.
@@ -159,7 +153,7 @@ class Ranks:
                 raise self._lost(e, where) from e
             answers = []
         if failure is not None:
-            # a RankError names a rank already
+            # a RankError already names the failed rank
             if not isinstance(failure, RankError) and {problem for problem, _ in answers} != {message}:
                 failure.add_note(named.format(self.rank, message))
             raise failure

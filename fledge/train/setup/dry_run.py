@@ -314,7 +314,7 @@ def time_steps(
 ) -> Timed:
     """Times TIMED optimizer steps on the first rows, after WARM_UP steps. All steps train the draft.
 
-    Every rank calls `time_steps`; a target rank times nothing. Raises FloatingPointError as `optimizer_step` does."""
+    Every rank calls `time_steps`; a target rank times nothing. Raises FloatingPointError like `optimizer_step`."""
     gpu = draft.device.type == "cuda"
     synchronize: Callable[[], Any] = (lambda: torch.cuda.synchronize(draft.device)) if gpu else (lambda: None)
     schedule = replace(schedule, steps=WARM_UP + TIMED + 1)  # the last step too computes the next row's features

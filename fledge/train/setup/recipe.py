@@ -78,8 +78,9 @@ class ExistingDraft:
 class Recipe:
     """Everything about a run that is known before weights and data are loaded. `options` have the target's name, the
     device and the implementation in place of None. `choice` is a key of `fledge.methods.CHOICES`. `depth` is the number
-    of tokens that the trained draft drafts by default. `features` are hidden states on disk, None without. `draft` is
-    the draft to continue training; None: a new draft, whose shape `options` say."""
+    of tokens that the trained draft drafts by default. `features`: the hidden states stored on disk; None if the hidden
+    states are computed during training. `draft` is the draft to continue training; None: a new draft, whose shape
+    `options` say."""
 
     options: TrainOptions
     choice: str

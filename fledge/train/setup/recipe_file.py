@@ -91,9 +91,6 @@ def settle(
     return {name: value for name, value in values.items() if value is not None}
 
 
-# -- writing -------------------------------------------------------------------------------------------------------
-
-
 def recipe_text(options: TrainOptions, settled: Mapping[str, Any]) -> str:
     """The text of recipe.yaml: all options that have a value and an effect, then the settled values. `options.method`
     must not be None."""
@@ -116,9 +113,6 @@ def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
         existing["features_map"] = f"{there}={os.path.abspath(here)}"
     prompts = absolute_source(options.eval_prompts) if options.eval_prompts else None
     return replace(options, data=[absolute_source(source) for source in options.data], eval_prompts=prompts, **existing)
-
-
-# -- --config ------------------------------------------------------------------------------------------------------
 
 
 def with_config(options: TrainOptions, say: Say) -> TrainOptions:
@@ -162,9 +156,6 @@ def _overridden(given: Mapping[str, Any]) -> dict[str, str]:
     found |= {"method": WITH_INIT_FROM} if "init_from" in given else {}
     unsupported = unsupported_options(CHOICES[given["method"]].method) if "method" in given else {}
     return found | ineffective_options(given) | unsupported
-
-
-# -- --resume ------------------------------------------------------------------------------------------------------
 
 
 def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainOptions, dict[str, Any]]:
@@ -217,9 +208,6 @@ def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(settled, dict) or "data_sha256" not in settled:
         raise ValueError(f"{file} has no settled values (key {SETTLED})")
     return _options_in(content, file), settled
-
-
-# -- reading -------------------------------------------------------------------------------------------------------
 
 
 def recipe_names() -> list[str]:
@@ -342,9 +330,6 @@ def write_yaml(value: dict[str, Any]) -> str:
     # PyYAML does not escape these line breaks
     unicode = not BREAKS.search(json.dumps(value, ensure_ascii=False))
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=unicode, width=120)
-
-
-# -- the beginning of a run ----------------------------------------------------------------------------------------
 
 
 def complete_options(

@@ -64,7 +64,7 @@ class PreparedTarget:
 
 def plan_target(recipe: Recipe) -> PreparedTarget:
     """The target of a planned run, without weights; assumes that the target can verify drafts and process packed
-    documents together. Raises ValueError as `prepare_target` does, for problems that show without the weights."""
+    documents together. Raises ValueError like `prepare_target`, for problems that show without the weights."""
     device = "cpu" if recipe.options.device == "cpu" else "meta"
     target = load_target(recipe.options.target, **_loading(recipe.options, recipe.data, device), weights=False)
     check_length(recipe.data, target)
@@ -118,7 +118,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Say) 
         else:
             prepared = prepare_target(recipe, mesh, lines.append)
             parts = parts_of(prepared.target)
-    except Exception as e:  # the meeting reports the error to all ranks
+    except Exception as e:  # `ranks.meet` reports the error to all ranks
         failure = e
     told = (lines, prepared and prepared.decodes, layout_of(parts))
     lines, decodes, layout = ranks.meet("while the target was loaded", told, failure)[ranks.size]
