@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ def test_a_draft_of_unknown_training_and_plain_prompts_do_not_warn(target: Path,
     with warnings.catch_warnings():
         warnings.simplefilter("error", ModeWarning)
         loaded.generate("it can fly", max_new_tokens=3)
-        loaded.draft.config = loaded.draft.config.with_provenance(template_sha256=None)
+        loaded.reader.trained = replace(loaded.reader.trained, template_sha256=None)
         loaded.generate(CHAT, max_new_tokens=3)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fledge.data.prompt import PromptReader
-from fledge.data.template import ChatTemplate
+from fledge.data.template import ChatTemplate, PromptReader
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.drafts.draft import Draft
