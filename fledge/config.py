@@ -85,12 +85,13 @@ class RopeConfig:
         if "full_attention" in given:  # one dict for each layer type; the draft's layers have full attention
             given = given["full_attention"]
         params = Fields(given, ROPE, "rope_parameters")
-        theta = params.get("rope_theta")
+        theta = params.get("rope_theta")  # which the older rope_scaling does not have
         if top.get("rope_scaling"):
             params = top.nested("rope_scaling", ROPE)
         values = {key: params.get(key) for key in ROPE}
-        kind = values.pop("rope_type") or values.pop("type") or "default"
-        kind = "longrope" if kind == "su" else kind
+        named, older = values.pop("rope_type"), values.pop("type")
+        kind = named or older or "default"
+        kind = "longrope" if kind == "su" else kind  # the name in Phi-3's first configs
         if kind == "dynamic":
             raise ValueError(
                 "RoPE type 'dynamic' is refused: it changes the frequencies with the length of a call, so that a "
@@ -106,12 +107,12 @@ class RopeConfig:
             # as in transformers: the top level's field has precedence, and the default is max_position_embeddings
             trained = values["original_max_position_embeddings"] or top.get("max_position_embeddings")
             values["original_max_position_embeddings"] = top.get("original_max_position_embeddings", trained)
-        known = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "type"}
+        known = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(rope_type=kind, **known)._complete(top.get("max_position_embeddings"))
 
     def _complete(self, max_positions: int | None) -> RopeConfig:
         """Sets a missing `factor` to the ratio of the maximum and the original length (Phi-3, DeepSeek). Raises
-        ValueError for a field that the RoPE type requires and that is missing."""
+        ValueError if a field that the RoPE type requires is missing."""
         needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
         missing = [f"a `{key}`" for key in needed.get(self.rope_type, ()) if getattr(self, key) is None]
         if missing:

@@ -130,11 +130,12 @@ class Probe:
 
 
 def excerpt_range(document: Document) -> tuple[int, int, int]:
-    """The [start, end) tokens of an excerpt of a document of 3 tokens or more, and the excerpt's number of steps. The
-    window begins shortly before the first supervised token, if possible within CONTEXT and the document."""
+    """Returns `start, end, steps`: the excerpt has the document's tokens [start, end) and is replayed for `steps`
+    steps. The document has at least 3 tokens. The excerpt begins shortly before the first supervised token, if possible
+    within CONTEXT and the document."""
     n = len(document.tokens)
     K = min(STEPS, n - 2)
-    T = min(SLOTS + 1 + K, n)
+    T = min(SLOTS + 1 + K, n)  # the slots, and the tokens that the steps read and predict
     start = max(0, min(first_supervised(document) - BEFORE, n - T, CONTEXT - T))
     return start, start + T, K
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 
 from fledge.io.fields import shortened
-from fledge.io.http import MOST_BYTES, Http, Passing, ServerProblem, UnusableAnswer, json_objects
+from fledge.io.http import MOST_BYTES, Http, ServerProblem, TransientFailure, UnusableAnswer, json_objects
 
 MOST_TOKENS = 2**20  # most tokens of an answer
 MOST_NAME = 200  # most characters of a model's name
@@ -136,8 +136,8 @@ class Answer:
         self.prompt_tokens, self.tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
 
     def ended(self) -> Answer:
-        """The whole answer. Raises `Passing` for an answer without an end, and TypeError for a field with a wrong type
-        or out of range."""
+        """The whole answer. Raises `TransientFailure` for an answer without an end, and TypeError for a field with a
+        wrong type or out of range."""
         counts = [n for n in (self.prompt_tokens, self.tokens) if n is not None]
         if not all(map(is_count, (*counts, *(self.token_ids or ()), *(self.prompt_ids or ())))):
             raise TypeError("counts and token ids are integers")
@@ -145,7 +145,7 @@ class Answer:
             raise TypeError("meta_info is an object and finish_reason a string")
         if self.finish not in FINISHED:
             ended = f"an answer ended with {shortened(repr(self.finish))}"
-            raise Passing(ended if self.finish else "an answer broke off")
+            raise TransientFailure(ended if self.finish else "an answer broke off")
         self.text, self.reasoning, self.finish = _paired(self.text), _paired(self.reasoning), FINISHED[self.finish]
         self.last = time.perf_counter()
         self.first = self.first or self.last

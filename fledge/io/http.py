@@ -6,6 +6,7 @@ Servers need not be trusted: answers are bounded in size and time, and no redire
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import re
@@ -46,7 +47,7 @@ class UnusableAnswer(ValueError):
     """An answer is too large, or redirects to a different server, and is not read."""
 
 
-class Passing(Exception):
+class TransientFailure(Exception):
     """A failure after which a repeated attempt may succeed. `delay` is the server's requested delay in s, or None."""
 
     def __init__(self, reason: str, delay: float | None = None):
@@ -104,11 +105,11 @@ class Http:
     """A client of one server, used as an asynchronous context manager.
 
     `url` is the server's address, with or without /v1. `connections` is the maximum number of requests in flight, and
-    `timeout` the maximum seconds of one attempt, from sending to the last byte. A POST request that fails in a passing
-    way (status 408, 425, 429 or 500 and above, no connection, a dropped connection, a timeout, an answer that is no
-    JSON) is repeated `retries` times, after a growing, random delay or the delay that the server asks for; `repeated`
-    counts the repetitions by reason. `cure` is what to do if no server answers. Raises ValueError for an address that
-    `root_of` refuses.
+    `timeout` the maximum seconds of one attempt, from sending to the last byte. A POST request that fails for a
+    transient reason (status 408, 425, 429 or 500 and above, no connection, a dropped connection, a timeout, an answer
+    that is no JSON) is repeated `retries` times, after a growing, random delay or the delay that the server asks for;
+    `repeated` counts the repetitions by reason. `cure` is what to do if no server answers. Raises ValueError for an
+    address that `root_of` refuses.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Http:
         """The body of the answer to a GET request. Raises ServerProblem if the only attempt fails."""
         try:
             return await self._attempt("GET", path, _text, min(self.timeout, GET_SECONDS))
-        except Passing as e:
+        except TransientFailure as e:
             raise ServerProblem(f"no server answers at {self.root} ({e}); {self.cure}") from e
         except BadRequest as e:
             raise ServerProblem(f"{self.root}{path}: {e}") from e
@@ -155,32 +156,32 @@ class Http:
     async def post(
         self, path: str, body: dict[str, Any], read: Callable[[float, httpx2.Response], Awaitable[T]]
     ) -> T:  # fmt: skip
-        """Posts a request, repeated after passing failures at most `retries` times. `read` gets the time of sending
-        (`time.perf_counter`) and the response, and returns the answer, or raises `Passing` or UnusableAnswer.
+        """Posts a request, repeated after transient failures at most `retries` times. `read` gets the time of sending
+        (`time.perf_counter`) and the response, and returns the answer, or raises `TransientFailure` or UnusableAnswer.
 
         Raises BadRequest if the server refuses this request, and ServerProblem if the server refuses every request, or
         if no attempt succeeds.
         """
-        for attempt in range(self.retries + 1):
+        for attempt in itertools.count(1):
             try:
                 return await self._attempt("POST", path, read, self.timeout, body)
-            except Passing as e:
-                if attempt == self.retries:
-                    times = f"{attempt + 1} attempt{'s' * bool(attempt)}"
+            except TransientFailure as e:
+                if attempt > self.retries:
+                    attempts = f"{attempt} attempt{'s' * (attempt > 1)}"
                     raise ServerProblem(
-                        f"{self.root} has not answered a request in {times}, the last time because: {e}; look at the "
-                        "server's log"
+                        f"{self.root} has not answered a request in {attempts}, the last time because: {e}; look at "
+                        "the server's log"
                     ) from e
                 self.repeated[str(e)] += 1
-                delay = min(FIRST_DELAY * 2**attempt, LAST_DELAY) * random.uniform(0.5, 1.0)
+                jitter = random.uniform(0.5, 1.0)
+                delay = min(FIRST_DELAY * 2 ** (attempt - 1), LAST_DELAY) * jitter
                 await asyncio.sleep(delay if e.delay is None else min(e.delay, LAST_DELAY))
-        raise AssertionError
 
     async def _attempt(
         self, method: str, path: str, read: Callable[[float, httpx2.Response], Awaitable[T]], seconds: float,
         body: Any = None,
     ) -> T:  # fmt: skip
-        """The result of `read` for the response. Raises `Passing` if a repeated attempt may succeed."""
+        """The result of `read` for the response. Raises `TransientFailure` if a repeated attempt may succeed."""
         started = time.perf_counter()
         try:
             async with (
@@ -192,13 +193,13 @@ class Http:
                 try:
                     return await read(started, response)
                 except (AttributeError, TypeError, KeyError, IndexError) as e:  # unexpected JSON, e.g. of a proxy
-                    raise Passing("an answer in another form than that of OpenAI's servers") from e
+                    raise TransientFailure("an answer in another form than that of OpenAI's servers") from e
         except TimeoutError as e:
-            raise Passing(f"no answer within {seconds:g} s") from e
+            raise TransientFailure(f"no answer within {seconds:g} s") from e
         except UnusableAnswer as e:
             raise ServerProblem(f"{self.root}{path} cannot be read: {e}") from e
         except httpx2.TransportError as e:
-            raise Passing(_reason(e)) from e
+            raise TransientFailure(_reason(e)) from e
         except httpx2.HTTPError as e:
             raise ServerProblem(f"{self.root}{path}: {_reason(e)}") from e
 
@@ -207,7 +208,7 @@ class Http:
         code, said = response.status_code, _status(response.status_code, text)
         if code in PASSING or code >= 500:
             after = response.headers.get("retry-after", "")
-            return Passing(f"status {code}", float(after) if after.isdecimal() else None)
+            return TransientFailure(f"status {code}", float(after) if after.isdecimal() else None)
         if code in BAD_REQUEST:
             return BadRequest(f"the server {said}")
         cure = "; set the environment variable of --api-key-env" * (code in (401, 403))
@@ -263,13 +264,14 @@ async def _text(started: float, response: httpx2.Response) -> str:
 
 
 async def json_object(started: float, response: httpx2.Response) -> dict[str, Any]:
-    """The JSON object of a response, for `Http.post`. Raises `Passing` for other content, or an object with `error`."""
+    """The JSON object of a response, for `Http.post`. Raises `TransientFailure` for other content, or an object with
+    `error`."""
     return _parsed(await _content(response))
 
 
 async def json_objects(response: httpx2.Response, stream: bool) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a response: the body, or the `data:` lines of a stream up to [DONE]. Raises `Passing` as
-    `json_object`, and for a stream without [DONE]."""
+    """The JSON objects of a response: the body, or the `data:` lines of a stream up to [DONE]. Raises
+    `TransientFailure` like `json_object`, and for a stream without [DONE]."""
     if not stream:
         yield _parsed(await _content(response))
         return
@@ -279,7 +281,7 @@ async def json_objects(response: httpx2.Response, stream: bool) -> AsyncIterator
             return
         if line.startswith(b"data:") and data:
             yield _parsed(data)
-    raise Passing("an answer broke off")
+    raise TransientFailure("an answer broke off")
 
 
 async def _lines(response: httpx2.Response) -> AsyncIterator[bytes]:
@@ -304,9 +306,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
     try:
         value = parse_json(data)
     except ValueError as e:
-        raise Passing("an answer that is no JSON") from e
+        raise TransientFailure("an answer that is no JSON") from e
     if not isinstance(value, dict):
-        raise Passing("an answer that is no JSON object")
+        raise TransientFailure("an answer that is no JSON object")
     if isinstance(value.get("error"), dict):
-        raise Passing(f"an error in the answer: {str(value['error'].get('message'))[:200]}")
+        raise TransientFailure(f"an error in the answer: {str(value['error'].get('message'))[:200]}")
     return value

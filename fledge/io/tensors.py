@@ -124,11 +124,11 @@ def _named_tensors(content: Any) -> dict[str, Tensor]:
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """The tensors of all files that an index lists."""
-    places = _read_index(index)
+    file_of = _read_index(index)
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(places.values())):
+    for shard in sorted(set(file_of.values())):
         found = read_tensors(index.with_name(shard))
-        listed = {name for name, place in places.items() if place == shard}
+        listed = {name for name, file in file_of.items() if file == shard}
         if odd := sorted(listed ^ found.keys()):
             where = "not in that file" if odd[0] in listed else "in that file and not in the index"
             raise ValueError(f"{index} does not match {shard}: {shortened(odd[0])} is {where}; copy the draft again")
@@ -137,17 +137,18 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file name of each tensor. Raises ValueError for an index with anything else, e.g. a path."""
+    """The file name of each tensor. Raises ValueError if an entry is not a plain .safetensors file name, for example a
+    path."""
     try:
         content = read_json(index, MAX_INDEX_BYTES)
-        places = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(places, dict) or not places:
+        file_of = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(file_of, dict) or not file_of:
             raise ValueError("it has no weight_map")
-        if odd := next((p for p in places.values() if not _is_shard(p)), None):
+        if odd := next((p for p in file_of.values() if not _is_shard(p)), None):
             raise ValueError(f"{shortened(repr(odd))} is not the name of a safetensors file")
     except ValueError as e:
         raise _unreadable(index, e) from e
-    return places
+    return file_of
 
 
 def _is_shard(name: Any) -> bool:

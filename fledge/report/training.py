@@ -125,6 +125,7 @@ def training_figures(runs: Sequence[RunRecord]) -> list[Figure]:
 
 def tau(runs: Sequence[RunRecord]) -> Figure:
     """Simulated τ, and decoded τ if measured."""
+    # with a cod rate, the metrics have only the mean over trained slots
     keys = {run.name: "tau" if run.series("tau")[1] else "tau_slots" for run in runs}
 
     def plot(axes) -> None:

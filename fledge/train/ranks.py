@@ -110,7 +110,8 @@ class Ranks:
         return distribute_tensor(whole, self.mesh, [Shard(0)]) if self.shards and whole.dim() else whole
 
     def reduced(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of the training ranks' tensors over these ranks, placed as by `distribute`."""
+        """Sums tensors over the training ranks whose parameters are sharded. Returns this rank's shard of each sum, as
+        `distribute` places parameters; without shards, the tensors themselves."""
         if not self.shards:
             return list(sums)
         parts = [DTensor.from_local(x, self.mesh, [Partial()], run_check=False) for x in sums]
