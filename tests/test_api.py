@@ -111,8 +111,18 @@ def test_a_prompt_is_read_once_and_answered_as_its_text(engine: api.Engine) -> N
         assert engine.generate(prompt, max_new_tokens=5).tokens == engine.generate(asked, max_new_tokens=5).tokens
     both = engine.generate([prompt, "the young bird"], max_new_tokens=5)
     assert len(both) == 2 and both[0].tokens == engine.generate(CHAT, max_new_tokens=5).tokens
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        engine.generate(api.Prompt([]))
+    same = [engine.generate(api.Prompt(ids), max_new_tokens=5).tokens for ids in (IDS, torch.tensor(IDS), tuple(IDS))]
+    assert same == [engine.generate(IDS, max_new_tokens=5).tokens] * 3
+    for empty in (
+        lambda: engine.generate(api.Prompt([])),
+        lambda: engine.reader.read(""),
+        lambda: engine.reader.read([]),
+    ):
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            empty()
+    for ids in ("hello", [1.5, 2], [True]):
+        with pytest.raises(TypeError, match=r"the ids of a fledge\.Prompt must be a list of integers"):
+            engine.generate(api.Prompt(ids))
 
 
 def test_an_unknown_option_of_drafting_is_named_before_a_target_is_loaded(tmp_path) -> None:

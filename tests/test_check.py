@@ -348,7 +348,7 @@ DAMAGES = {
     "RoPE base of one field": (
         "eagle3",
         config(rope_theta=5000.0),
-        "rope_theta is 5000.0 in config.json, and was",
+        "rope_theta and rope_scaling say rope_theta 5000",
     ),
     "norm_output off": ("eagle3.1", config(norm_output=None), "norm_output is False in config.json, and was True"),
     "norm_output on": ("eagle3", config(norm_output=True), "norm_output is True in config.json, and was False"),

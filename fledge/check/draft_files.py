@@ -45,7 +45,6 @@ ENGINE_FIELDS = (
     ("architectures", None, "an engine refuses the draft or computes another kind; fledge export writes its class"),
     ("model_type", None, "an engine computes the layer of another family of models"),
     ("bias", False, "vLLM and SGLang then add a bias that the file does not have: acceptance falls"),
-    ("rope_theta", None, "SafeAILab's code reads it, in place of rope_parameters, and turns positions otherwise"),
     ("draft_vocab_size", None, "SGLang and SafeAILab's code refuse a config without it"),
     ("num_aux_hidden_states", 3, "vLLM expects so many hidden states in fc (three without the field), and fails"),
     ("eagle_config.layer_ids", None, "vLLM 0.33 then reads these hidden states of the target"),
@@ -307,8 +306,10 @@ def config_findings(
         symptom = "the draft is computed otherwise than it was trained: acceptance falls, often to that of chance"
         found.append(Finding("config", cause, symptom, f"set it back to {before}"))
     if record and not draft.speculators:
-        known = {name for name, *_ in changed}
-        found += _engine_findings(draft, record, known | ({"rope_theta"} if "rope" in known else set()))
+        found += _engine_findings(draft, record, {name for name, *_ in changed})
+    if not any(f.cause.startswith("RoPE") for f in found) and (problem := _rope_contradiction(hf)):
+        symptom = "SafeAILab's code reads the first, vLLM and SGLang the second: one of them turns positions wrongly"
+        found.append(Finding("config", problem, symptom, "make both those of training"))
     if "sglang" not in engines:
         return found
     limit, context = config.max_position_embeddings, target.context
@@ -360,6 +361,22 @@ def _shown(name: str, now: Any, before: Any) -> tuple[str, str]:
         return format_value(now), format_value(before)
     names = [f.name for f in fields(RopeConfig) if getattr(now, f.name) != getattr(before, f.name)]
     return tuple(", ".join(f"{n} {format_value(getattr(rope, n))}" for n in names) for rope in (now, before))
+
+
+def _rope_contradiction(hf: dict[str, Any]) -> str:
+    """How rope_theta and rope_scaling contradict rope_parameters in a config.json; empty without a contradiction."""
+    older = {k: v for k, v in hf.items() if k != "rope_parameters"}
+    newer = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
+    if not hf.get("rope_parameters") or not (hf.get("rope_theta") or hf.get("rope_scaling")):
+        return ""
+    try:
+        first, second = RopeConfig.from_hf(older), RopeConfig.from_hf(newer)
+    except ValueError:
+        return ""  # one of the two is incomplete and needs the fields of the second
+    if first == second:
+        return ""
+    now, before = _shown("rope", first, second)
+    return f"rope_theta and rope_scaling say {now}, and rope_parameters say {before}"
 
 
 def norm_output_note(draft: DraftOnDisk) -> str:

@@ -273,8 +273,10 @@ class PromptReader:
         self._warned = False
 
     def read(self, asked: str | Sequence[Any]) -> Prompt:
-        """The prompt of a text, or of the messages of a chat. Raises ValueError like `ChatTemplate.prompt_ids`, and
-        warns as `warn_of_mode`."""
+        """The prompt of a text, or of the messages of a chat. Raises ValueError like `ChatTemplate.prompt_ids` and for
+        an empty prompt, and warns as `warn_of_mode`."""
+        if not asked:
+            raise ValueError("the prompt is empty")
         ids = self.template.prompt_ids(asked)
         if not isinstance(asked, str):
             self.warn_of_mode(asked)

@@ -143,7 +143,9 @@ def check_prompt(asked: Any) -> str | list[Mapping[str, Any]] | Prompt:
     if not asked:
         raise ValueError("the prompt is empty")
     if isinstance(asked, Prompt):
-        return asked
+        asked = _plain(asked.ids)
+        if not isinstance(asked, list) or not _are_ids(asked):
+            raise TypeError("the ids of a fledge.Prompt must be a list of integers")
     if _are_ids(asked):
         return Prompt(asked)
     wanted, items = (Mapping, "messages") if isinstance(asked[0], Mapping) else (int, "token ids")

@@ -34,7 +34,6 @@ DEFAULTS = {
 }  # fmt: skip
 OUTSIDE_MODEL = {"model.lm_head.weight", "model.d2t"}  # names under which SGLang does not find the tensors
 ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
-# vLLM's names of one class; True: the draft reads hidden states of layers (EAGLE-3), False: final states (EAGLE-1)
 # the fields of speculators' `transformer_layer_config`
 LAYER_FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -44,6 +43,7 @@ LAYER_FIELDS = (
     # vLLM reads layer fields as fields of the draft; without num_aux_hidden_states, vLLM expects three hidden states
     "num_aux_hidden_states",
 )  # fmt: skip
+# vLLM's names of one class; True: the draft reads hidden states of layers (EAGLE-3), False: final states (EAGLE-1)
 VLLM_CLASSES = {
     True: {"LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"},
     False: {"LlamaForCausalLM", "EagleLlamaForCausalLM"},

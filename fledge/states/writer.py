@@ -257,8 +257,12 @@ def check_space(cache: FeatureCache, budget: int | None, say: Say) -> None:
         f"{format_bytes(total)} in {shards}; the disk budget is {format_bytes(budget)}, and {format_bytes(free)} are "
         "free"
     )
-    limits = {f"the disk budget of {format_bytes(budget)}": budget, f"the {format_bytes(free)} free": free + taken}
-    if exceeded := [limit for limit, most in limits.items() if total > most]:
-        advice = "use a share of the data (@0.5)"
-        advice = advice if known.precision == "fp8" else f"store fp8 (--precision fp8), or {advice}"
-        raise ValueError(f"the features take {format_bytes(total)}, more than {exceeded[0]}; {advice}")
+    advice = "use a share of the data (@0.5)"
+    advice = advice if known.precision == "fp8" else f"store fp8 (--precision fp8), or {advice}"
+    if total > budget:
+        raise ValueError(
+            f"the features take {format_bytes(total)}, more than the disk budget of {format_bytes(budget)}; {advice}"
+        )
+    if total - taken > free:
+        missing = f"{format_bytes(total - taken)}{' more' if taken else ''}"
+        raise ValueError(f"the features take {missing}, more than the {format_bytes(free)} free; {advice}")
