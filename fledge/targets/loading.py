@@ -143,7 +143,9 @@ def load_head(
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
         tokenizer = _read_tokenizer(name, options)
-    return TargetParts(model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+    parts = TargetParts(model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+    parts.last_layer_complete = len(found) == len(wanted)
+    return parts
 
 
 def _read_weights(

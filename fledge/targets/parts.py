@@ -29,6 +29,7 @@ class TargetParts(Target):
 
     For a model that does not run, only embedding, head, norm and last layer need to have values. `last_layer` are the
     last layer's weights for a model without values for the last layer (None: the model has the values).
+    `last_layer_complete`: whether no weight of the last layer, without experts, was left out (`load_head`).
 
     The model is modified in two ways. longrope always uses the factors for `max_length`. On a CPU, linear layers
     compute by `ops.products.linear`, which changes speed and rounding only.
@@ -46,6 +47,7 @@ class TargetParts(Target):
     """
 
     implementation = "none"
+    last_layer_complete = True
 
     def __init__(
         self,

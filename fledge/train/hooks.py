@@ -1,7 +1,7 @@
 """The hooks of `fledge train` (`trainer.Hook`) that write the run's directory, and the signals that end a run.
 
-The order of the hooks matters: what earlier hooks add to a step's metrics is written by `MetricsFile`, and a checkpoint
-is saved after the step's metrics were written.
+The order of the hooks matters: `Signals` is the first, what earlier hooks add to a step's metrics is written by
+`MetricsFile`, and `Checkpoints` saves after the step's metrics were written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -82,33 +82,53 @@ class MetricsFile(Hook):
         result.metrics["parts"].update(sorted(run.watch.others.items()))
         run.watch.others.clear()
         if self._file:
-            self._file.write(json.dumps(result.metrics) + "\n")
+            try:
+                line = json.dumps(result.metrics)
+            except TypeError as e:
+                raise TypeError(f"a hook added a metric that JSON cannot hold: {e}; add numbers, texts or lists") from e
+            self._file.write(line + "\n")
             self._file.flush()
 
 
-class Checkpoints(Hook):
-    """Saves a checkpoint every `Schedule.save_every` steps, after the last step, and after a stop. Signals stop the run
-    (`Interruption`); `say` is called with messages about signals."""
+class Signals(Hook):
+    """Lets signals stop the run (`Interruption`), and calls `say` with messages about signals. The first hook, so that
+    signals interrupt no other hook at the end of the run."""
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None):
+    def __init__(self, say: Callable[[str], None]):
         self.say = say
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        self._saved = run.progress.step
         with Interruption(self.say, run.stop) as self._interruption:
-            try:
-                yield
-                with self._interruption.saving():
-                    if self._saved < run.progress.step:
-                        self._save(run)
-                    run.directory.finish_saving()
-            finally:
+            yield
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Context manager in which a second Ctrl-C does not raise."""
+        return self._interruption.saving()
+
+
+class Checkpoints(Hook):
+    """Saves a checkpoint every `Schedule.save_every` steps, after the last step, and after a stop, each within the
+    context manager `saving`. The last hook, since a resumed run continues after all hooks of the saved step."""
+
+    def __init__(self, saving: Callable[[], AbstractContextManager[None]] = nullcontext):
+        self.saving = saving
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        self._saved = run.progress.step
+        try:
+            yield
+            with self.saving():
+                if self._saved < run.progress.step:
+                    self._save(run)
                 run.directory.finish_saving()
+        finally:
+            run.directory.finish_saving()
 
     def after(self, run: Run, result: StepResult) -> None:
         if result.step % run.schedule.save_every == 0:
-            with self._interruption.saving():
+            with self.saving():
                 self._save(run)
 
     def _save(self, run: Run) -> None:
@@ -125,7 +145,7 @@ class Interruption:
     effect, since process managers often send a signal twice. If the first signal also ended Triton's assembler, the
     block raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if SIGHUP was ignored before, as
     under nohup. After a block that raised LostRankError, SIGTERM is ignored: torchrun sends SIGTERM before this rank
-    has named the lost rank. `say` is called with a message for each handled signal, from a thread: a signal handler may
+    has printed the error. `say` is called with a message for each handled signal, from a thread: a signal handler may
     run in the middle of a print.
     """
 

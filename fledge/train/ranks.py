@@ -50,8 +50,8 @@ class Ranks:
     of the float32 weights and of the optimizer's moments.
 
     The ranks below `size` are training ranks. `target_ranks` more ranks are target ranks, which hold only the target
-    and send hidden states to the training ranks (`fledge.train.feed`). Target ranks use only the methods under
-    "agreement".
+    and send hidden states to the training ranks (`fledge.train.feed`). Target ranks use only the methods from `meet`
+    on.
 
     `mesh` is the device mesh of the training ranks; in a target rank, the device mesh of the target ranks. `training`
     is the group of the training ranks, for tensors on the device and in host memory (None: all ranks). `host` and

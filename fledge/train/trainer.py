@@ -101,8 +101,8 @@ class Run:
     stopping: bool = False
 
     def stop(self) -> None:
-        """Asks to stop. A single process stops after the current step. Several ranks agree to stop when they next meet
-        in a step, and stop after that step."""
+        """Asks to stop. A single process stops after the current step, or after the first. Several ranks agree to stop
+        when they next meet in a step, and stop after that step."""
         self.stopping = True
 
     def prepare(self) -> None:
@@ -114,8 +114,10 @@ class Run:
         self.watch = Stopwatch(self.draft.device)
 
     def begin(self) -> None:
-        """Prepares the run, and restores the optimizer and the progress of a resumed run. Raises ValueError if the
-        checkpoint does not belong to this run."""
+        """Prepares the run, and restores the optimizer and the progress of a resumed run. Raises ValueError if the run
+        was trained before, or if the checkpoint does not belong to this run."""
+        if self.progress.step:
+            raise ValueError("this Run was trained before; make another, with resumed=True to go on from a checkpoint")
         self.prepare()
         with self.ranks.together(BEFORE) if self.ranks.target_ranks else nullcontext():
             if self.resumed:
@@ -168,33 +170,35 @@ class Hook:
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
         """Context manager around all steps of a run: code before `yield` runs before the first step, and code after
-        `yield` after the last step or a stop, unless an error ends the run."""
+        `yield` after the last step or a stop, unless an error ends the run. The first hook's block is the outermost."""
         yield
 
     def after(self, run: Run, result: StepResult) -> None:
-        """Called after each step. May add to `result.metrics`, and call `run.stop`."""
+        """Called after each step. May add numbers, texts and lists of them to `result.metrics`, and call `run.stop`."""
 
     def finished(self, run: Run) -> None:
         """Called after `Schedule.steps` steps, and when a finished run is resumed, but not after a stop."""
 
     def meets_after(self, run: Run, step: int) -> bool:
-        """Whether the ranks that hold only the target meet the training ranks in `after` of a step."""
+        """Whether the ranks that hold only the target meet the training ranks in `after` of a step. True of `Drafts`
+        alone, whose evaluation such ranks share (`train.feed.feed`)."""
         return False
 
 
 def train(run: Run, hooks: Sequence[Hook] = ()) -> Progress:
     """Trains until `schedule.steps`, or until a hook asks to stop (`Run.stop`), and returns the progress.
 
-    Each training rank calls `train` with the same run and hooks; target ranks call `feed_draft` instead, and `source`
-    is then `ReceivedFeatures`. An error in one rank ends all ranks, with a message that names the error (`Ranks.meet`).
-    Raises ValueError if the checkpoint of a resumed run does not belong to the run, and FloatingPointError if a
-    gradient is not finite.
+    Each training rank calls `train` with the same run and hooks; target ranks call `train.setup.run.feed_draft`
+    instead, and `source` is then `ReceivedFeatures`. An error in a step of one rank ends all ranks, with a message that
+    names the error (`Ranks.meet`); after an error in a hook of one rank, the other ranks end by a LostRankError. Raises
+    ValueError if the run was trained before, or if the checkpoint of a resumed run does not belong to the run, and
+    FloatingPointError if a gradient is not finite.
     """
     run.begin()
     with ExitStack() as stack:
+        upcoming = stack.enter_context(upcoming_rows(run))
         for hook in hooks:
             stack.enter_context(hook.around(run))
-        upcoming = stack.enter_context(upcoming_rows(run))
         while run.progress.step < run.schedule.steps:
             try:
                 result = optimizer_step(run, upcoming)

@@ -112,7 +112,7 @@ class Plan:
         ways = [] if self.resumed else ["fewer --slots", "a smaller --row-length"]  # a resumed run keeps both
         if self.machine.apart:
             ways.append("more --target-gpus with --shard-target")
-        elif self.machine.device == "cuda":
+        elif self.machine.device == "cuda" and not reads_features_only(self.recipe):
             ways.append("more --gpus" if self.machine.split else "--shard-target on several --gpus")
         return "use " + " or ".join(ways) if ways else "choose a machine with more memory"
 

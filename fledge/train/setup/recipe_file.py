@@ -303,7 +303,10 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 raise ValueError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; keep one")
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        found = super().construct_mapping(node, deep)
+        if (odd := next((key for key in found if not isinstance(key, str)), "")) != "":
+            raise ValueError(f"line {node.start_mark.line + 1}: the key {odd} is no text; put it in quotes")
+        return found
 
 
 class _Dumper(yaml.SafeDumper):

@@ -199,7 +199,8 @@ class Tensorboard(Hook):
 
     def after(self, run: Run, result: StepResult) -> None:
         for name, value in _scalars(result.metrics).items():
-            self._writer.add_scalar(name, value, result.step)
+            if isinstance(value, int | float):
+                self._writer.add_scalar(name, value, result.step)
 
 
 class Wandb(Hook):
@@ -281,9 +282,9 @@ def _out_of_memory_advice(run: Run) -> str:
     return f"{restart} in another --out, with fewer than {slots:,} --slots or a smaller --row-length"
 
 
-def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
+def _scalars(metrics: dict[str, Any]) -> dict[str, Any]:
     """The metrics, with each list split into scalars by draft step, `hit/0`, `hit/1`, .., and each dict by its keys."""
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for name, value in metrics.items():
         split = dict(enumerate(value)) if isinstance(value, list) else value
         found |= {f"{name}/{key}": x for key, x in split.items()} if isinstance(split, dict) else {name: value}

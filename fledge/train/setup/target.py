@@ -195,7 +195,9 @@ def _open_head(recipe: Recipe, say: Say) -> TargetParts | None:
         return open_served_target(*asked)
     head = load_head(recipe.options.target, **_loading(*asked))
     # the fingerprint also covers the last layer, whose weights may not be readable alone
-    if head is not None and target_fingerprint(head) == recipe.features.manifest.target_sha256:
+    if head is not None and (
+        head.last_layer_complete or target_fingerprint(head) == recipe.features.manifest.target_sha256
+    ):
         return head
     say("the whole target is loaded, since its files do not allow loading the embedding and head alone")
     return None
