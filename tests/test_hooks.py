@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from fledge import train_draft
 from fledge.data.pack import Rows
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
+from fledge.train.hooks import Checkpoints, Drafts, MetricsFile, Signals
 from fledge.train.row_pass import Objective
 from fledge.train.trainer import Hook, Run, Schedule, StepResult, train
 from support.chats import tiny_chats
@@ -100,6 +103,50 @@ def test_the_order_of_hooks_is_the_order_of_calls(tmp_path: Path) -> None:
     assert calls == ["one begins", "two begins", "one", "two", "two ends", "one ends"]
     (written,) = metrics_of(tmp_path / "run")
     assert "one" in written and "two" not in written
+
+
+class Adds(Hook):
+    """Adds a metric to the second step."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def after(self, run: Run, result: StepResult) -> None:
+        if result.step == 2:
+            result.metrics["added"] = self.value
+
+
+def test_a_metric_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"a hook added a metric that JSON cannot hold: .*Tensor.*; add numbers, texts"):
+        train(run_in(tmp_path), [Adds(torch.ones(1)), MetricsFile(), Checkpoints()])
+    assert [m["step"] for m in metrics_of(tmp_path)] == [1]
+
+
+def test_a_run_is_trained_once(tmp_path: Path) -> None:
+    train(run := run_in(tmp_path), [MetricsFile(), Checkpoints()])
+    with pytest.raises(ValueError, match="this Run was trained before; make another, with resumed=True"):
+        train(run, [MetricsFile(), Checkpoints()])
+
+
+def test_signals_interrupt_no_hook_at_the_end(tmp_path: Path) -> None:
+    """A second SIGTERM has no effect while hooks end, and Ctrl-C none while a checkpoint is saved."""
+    said: list[str] = []
+
+    class Ends(Hook):
+        @contextmanager
+        def around(self, run: Run) -> Iterator[None]:
+            yield
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (tmp_path / "checkpoint").exists()
+            said.append("ended")
+
+        def after(self, run: Run, result: StepResult) -> None:
+            if result.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    signals = Signals(lambda line: None)
+    assert train(run_in(tmp_path), [signals, Ends(), MetricsFile(), Checkpoints(signals.saving)]).step == 2
+    assert said == ["ended"]
 
 
 def test_train_draft_takes_hooks(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def _mapping_in(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: {e}") from e
     if content is None:
         return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if not isinstance(content, dict):
         raise ValueError(f"{file} contains {format_value(content)}; a recipe consists of lines such as `steps: 1000`")
     return content
 
