@@ -66,9 +66,21 @@ class CandidateSource:
         self.sampling: BatchSampling | None = None
         self.count_N = torch.arange(0, device=draft.device)  # see `_counts`
 
+    @torch.inference_mode()
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
         """Adds the next R slots of each prompt to a cache of `pool`. For each sequence, `tokens` has the R tokens after
         the slots, and `aux` the target's hidden states [R, A, D] at the slots. R differs by sequence and may be 0."""
+        counts, draft = [len(t) for t in tokens], self.draft
+        if not sum(counts):
+            return
+        rows = PromptRows(cache, counts)
+        token_M, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
+        token_M, count_B = to_device([token_M, count_B], draft.device)
+        self._read(token_M, torch.cat([a.to(draft.device, draft.dtype) for a in aux]), rows)
+        rows.commit(count_B)
+
+    def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
+        """`read` for all prompts' slots, one after the other."""
         raise NotImplementedError
 
     def to_target(self, draft_id: Tensor) -> Tensor:
@@ -159,18 +171,10 @@ class EagleSource(CandidateSource):
         super().__init__(draft)
         self.decoder = DraftDecoder(draft)
 
-    @torch.inference_mode()
-    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
-        counts, draft = [len(t) for t in tokens], self.draft
-        if not sum(counts):
-            return
-        rows = PromptRows(cache, counts)
-        flat, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
-        flat, count_B = to_device([flat, count_B], draft.device)
-        state = self.decoder.fuse(torch.cat([a.to(draft.device, draft.dtype) for a in aux]))
-        with without_cudnn_sdpa(draft.device):
-            self.decoder.read(flat, state, self.decoder.rotation(rows.position_M), rows)
-        rows.commit(count_B)
+    def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
+        state = self.decoder.fuse(states_MAD)
+        with without_cudnn_sdpa(self.draft.device):
+            self.decoder.read(token_M, state, self.decoder.rotation(rows.position_M), rows)
 
     def _inputs(self, state: RoundState) -> Tensor:
         """The draft's input states of the fresh tokens of all requests, [B R, E]."""
@@ -353,16 +357,8 @@ class BlockSource(OnePass):
         as many as in training, since a row would differ without the rows after it."""
         return depth if self.draft.causal else self.trained
 
-    @torch.inference_mode()
-    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
-        counts, draft = [len(t) for t in tokens], self.draft
-        if not sum(counts):
-            return
-        rows = PromptRows(cache, counts)
-        (count_B,) = to_device([torch.tensor(counts)], draft.device)
-        states = torch.cat([a.to(draft.device, draft.dtype) for a in aux])
-        self._write_context(states, rows.position_M, rows.slot_M)
-        rows.commit(count_B)
+    def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
+        self._write_context(states_MAD, rows.position_M, rows.slot_M)
 
     def _write_context(self, states_MAD: Tensor, position_M: Tensor, slot_M: Tensor) -> None:
         """Writes the keys and values of M tokens, from the target's hidden states at the tokens, to the cache."""
