@@ -299,7 +299,7 @@ def test_a_shallow_target_needs_no_option(layers, fledge, tmp_path):
     read = config["eagle_aux_hidden_state_layer_ids"]
     assert len(set(read)) == 3 and read == sorted(read) and set(read) <= set(range(layers + 1))
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i - 1 for i in read]
-    shown = fledge("check", "--draft", draft, "--target", target)
+    shown = fledge("inspect", draft)
     assert shown.code == 0 and ("it cannot read the output of the target's last layer" in shown.out) == (layers == 2)
     went = fledge(*words, "--out", tmp_path / "more", "--init-from", draft)
     assert went.code == 0, went.err

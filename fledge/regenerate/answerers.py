@@ -51,8 +51,9 @@ class Answerer:
 
     `who` names the answerer in messages. `identity` is the model, the maximum tokens of an answer, and the seed.
     `places` is the number of conversations that are answered together. `keeps_rewritten`: whether answers that the
-    template renders as a different text are kept; differences in white space then count. `cure` is the advice if most
-    answers are rewritten. `repeated` counts the reasons of repeated requests.
+    template renders as a different text are kept; differences in white space then count. `answers_meanwhile`: whether
+    questions are answered while the caller compares answers. `cure` is the advice if most answers are rewritten.
+    `repeated` counts the reasons of repeated requests.
 
     `ask` accepts a question, and raises BadRequest if the question cannot be answered. `answers` waits for at least one
     answer, and yields the index and the answer, or refusal, of every answered question of `wanted` records. `answers`
@@ -62,6 +63,7 @@ class Answerer:
 
     who: str
     keeps_rewritten: bool
+    answers_meanwhile: bool
     cure: str
     identity: list[Any]
     places: int
@@ -82,7 +84,7 @@ class OwnEngine(Answerer):
     by record and answer: a continued job generates the same text as an uninterrupted job.
     """
 
-    who, keeps_rewritten = "target", False
+    who, keeps_rewritten, answers_meanwhile = "target", False, False
 
     def __init__(self, options: RegenerateOptions):
         from fledge.decode.engine import BATCH
@@ -155,7 +157,7 @@ class ServedModel(Answerer):
     Without --target nothing is compared. Raises ServerProblem, when entered, if the server cannot be used.
     """
 
-    who, keeps_rewritten = "server", True
+    who, keeps_rewritten, answers_meanwhile = "server", True, True
 
     def __init__(self, options: RegenerateOptions):
         self.options, self.places, self.template = options, options.concurrency, None

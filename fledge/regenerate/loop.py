@@ -115,7 +115,8 @@ class _Loop:
             for index, answer in self.answerer.answers(self.open, advance):
                 if index in self.open:
                     self._continue(index, answer)
-                    self._fill()  # so that the answerer has work while further answers are compared
+                    if self.answerer.answers_meanwhile:
+                        self._fill()
         if self.refusal:
             cure = "change or shorten the record, lower --max-new-tokens, or skip such records by --skip-bad"
             raise ValueError(f"{self.refusal[1]}; {cure}")
