@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 194,
-    "lines": 30_372,
-    "statements": 23_146,
-    "lines behind fledge train": 23_607,
+    "lines": 30_425,
+    "statements": 23_180,
+    "lines behind fledge train": 23_634,
     "lines behind fledge generate": 14_102,
-    "lines behind the training loop": 6_466,
-    "lines behind the engine": 10_770,
+    "lines behind the training loop": 6_472,
+    "lines behind the engine": 10_769,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

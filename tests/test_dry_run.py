@@ -309,7 +309,7 @@ def test_several_gpus_that_are_there_are_timed_by_their_ranks(
     """--gpus prints the plan and starts the ranks with its own arguments; its exit code is theirs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dry_run, "resolve_device", lambda device: "cuda")
-    monkeypatch.setattr("fledge.decode.engine.resolve_device", lambda device: "cuda")
+    monkeypatch.setattr("fledge.decode.load.resolve_device", lambda device: "cuda")
     monkeypatch.setattr(dry_run, "total_memory", lambda device: 8 << 30)
     started = []
     monkeypatch.setattr(dry_run, "start_processes", lambda *given: started.append(given) or 3)

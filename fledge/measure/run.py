@@ -161,7 +161,7 @@ def request_record(
 
 def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequence[Completion]) -> list[dict[str, Any]]:
     """At most SAMPLES answers, evenly spaced over the requests: the end of the prompt's text, and the answer in pieces,
-    each with its proposer (`fledge.decode.proposers`)."""
+    each with its proposer (`fledge.decode.request.proposers`)."""
     tokenizer = engine.target.tokenizer
     samples = []
     for i in spread(list(range(len(ids))), SAMPLES):

@@ -385,7 +385,8 @@ def _remedy(e: Exception) -> str:
 
 @contextlib.contextmanager
 def counting_tensors(label: str) -> Iterator[None]:
-    """Context manager: transformers' loading of weights is counted, if progress is shown (`fledge.io.progress`)."""
+    """Context manager: transformers' loading of weights is counted, if progress is shown
+    (`fledge.io.hub.show_progress`)."""
     if (counter := progress_counter()) is None:
         yield
         return
