@@ -8,15 +8,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from fledge.drafts.layers import Linear
-from fledge.ops import products
-from fledge.ops.products import linear, strided_linear
+from fledge.ops import linear as linear_module
+from fledge.ops.linear import linear, strided_linear
 from support.targets import tiny_draft, tiny_target
 
 
 @pytest.fixture(params=[0, 8], ids=["Intel", "others"])
 def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of an Intel CPU and those of others, whatever this one is."""
-    monkeypatch.setattr(products, "FEW_ROWS_ON_CPU", request.param)
+    monkeypatch.setattr(linear_module, "FEW_ROWS_ON_CPU", request.param)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -58,6 +58,6 @@ def test_target_and_draft_use_this_linear(monkeypatch: pytest.MonkeyPatch) -> No
     assert ours and all(type(m) is Linear for m in ours)
     ids, logits = torch.arange(3, 10)[None], []
     for rows in (0, 8):
-        monkeypatch.setattr(products, "FEW_ROWS_ON_CPU", rows)
+        monkeypatch.setattr(linear_module, "FEW_ROWS_ON_CPU", rows)
         logits.append(target.model(ids).logits)
     torch.testing.assert_close(*logits)

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 from fledge.decode.load import load
 from fledge.io import machine
-from fledge.ops import packed_weight, products
+from fledge.ops import linear as linear_module
+from fledge.ops import packed_weight
+from fledge.ops.linear import linear, strided_linear
 from fledge.ops.packed_weight import (
     Fingerprint,
     can_pack,
@@ -23,7 +25,6 @@ from fledge.ops.packed_weight import (
     pack,
     packed_copy,
 )
-from fledge.ops.products import linear, strided_linear
 from fledge.targets.transformers import TransformersTarget
 from support.targets import tiny_draft, tiny_target
 
@@ -59,7 +60,7 @@ def used(monkeypatch: pytest.MonkeyPatch, half: bool) -> list[int]:
             outputs.append(found.shape[-1])
         return found
 
-    monkeypatch.setattr(products, "packed_linear", counted)
+    monkeypatch.setattr(linear_module, "packed_linear", counted)
     return outputs
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
-from fledge.ops.products import linear
+from fledge.ops.linear import linear
 from fledge.ops.rope import apply_rope, cos_sin, rope_frequencies
 from fledge.ops.training import GradientSums, SharedProducts, linear_products, swiglu
 
@@ -48,7 +48,7 @@ EAGER = Compute()
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, with `ops.products.linear` for products with few rows on a CPU."""
+    """`nn.Linear`, with `ops.linear` for products with few rows on a CPU."""
 
     def forward(self, x: Tensor, compute: Compute = EAGER, residual: Tensor | None = None) -> Tensor:
         """x Wᵀ + b, plus the residual if given."""

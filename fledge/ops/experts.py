@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from fledge.ops.device import at_least_float32, chosen, use_triton
 from fledge.ops.layer import add_rms_norm, silu_mul_fused
-from fledge.ops.products import MOST_ROWS, linear
+from fledge.ops.linear import linear
+from fledge.ops.products import MOST_ROWS
 
 MOST_ROUTED = 8192  # logits, padded to powers of 2, that the one program of `route` holds
 

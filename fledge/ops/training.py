@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fledge.ops.products import linear_add, plain_linear
+from fledge.ops.linear import linear, strided_linear
 
 # Training pads the number of rows of its products to a multiple of this. For each new number of rows, cuBLAS selects an
 # algorithm, which takes the CPU longer than a small product takes the GPU.
@@ -156,8 +156,8 @@ def linear_products(
     """
     if not torch.is_grad_enabled() and all(w.shape[1] == x_SI.shape[1] for w in weights_OI):
         if residual_SO is not None:
-            return (linear_add(x_SI, weights_OI[0], residual_SO),)
-        return tuple(plain_linear(x_SI, w) for w in weights_OI)
+            return (strided_linear(x_SI, weights_OI[0], residual_MO=residual_SO),)
+        return tuple(linear(x_SI, w) for w in weights_OI)
     return _Products.apply(gradients, residual_SO, x_SI, *weights_OI)
 
 

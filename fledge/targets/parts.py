@@ -32,7 +32,7 @@ class TargetParts(Target):
     `last_layer_complete`: whether no weight of the last layer, without experts, was left out (`load_head`).
 
     The model is modified in two ways. longrope always uses the factors for `max_length`. On a CPU, linear layers
-    compute by `ops.products.linear`, which changes speed and rounding only.
+    compute by `ops.linear`, which changes speed and rounding only.
 
     The model's layers may be on several devices, as placed by transformers' `device_map`. `device` is then the device
     of the embedding, where tokens are expected and where hidden states and logits are returned.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fledge.config import RopeConfig
-from fledge.ops.products import linear
+from fledge.ops.linear import linear
 from fledge.targets.quantized import weight_of
 
 # names of the argument, the newest first: transformers 5.24 gives a FutureWarning for past_key_values and cache_params,
@@ -155,8 +155,8 @@ def _gains(norm: nn.Module | None, eps: float) -> Tensor | None:
 
 
 def use_few_row_products(model: nn.Module) -> list[nn.Linear]:
-    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.products.linear`. Leaves subclasses and
-    modules with another forward as they are. Returns the layers that compute by `fledge.ops.products.linear`, replaced
+    """Replaces the forward of every `nn.Linear` of a model by `fledge.ops.linear.linear`. Leaves subclasses and
+    modules with another forward as they are. Returns the layers that compute by `fledge.ops.linear.linear`, replaced
     now or before."""
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
