@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ torch.set_num_threads(1)  # more threads make models of this size slower
 write_page = page.write_page
 
 
+@functools.wraps(write_page)
 def note_report(out: Any, sections: Any) -> None:
     """Writes an empty report. Drawing one takes a second, and most commands of most tests would draw one."""
     page.check_report_path(out, "the report").write_text(page.MARK)

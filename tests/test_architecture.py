@@ -26,10 +26,10 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 195,
-    "lines": 30_432,
-    "statements": 23_187,
-    "lines behind fledge train": 23_641,
-    "lines behind fledge generate": 14_109,
+    "lines": 30_435,
+    "statements": 23_190,
+    "lines behind fledge train": 23_644,
+    "lines behind fledge generate": 14_112,
     "lines behind the training loop": 5_870,
     "lines behind the engine": 10_776,
     "options of fledge train": 52,  # those of single methods not counted

@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fledge.config import Provenance
 from fledge.data.messages import RenderedFields, ask_template, check_messages, check_text, prepared
 from fledge.io.fields import check_template_kwargs
-from fledge.types import Prompt
+
+if TYPE_CHECKING:
+    from fledge.config import Provenance
 
 RENDER_SECONDS = 10.0  # limit of CPU time for one rendering; the longest chats take a few hundredths of a second
 MOST_KNOWN = 64  # sets of arguments whose fields are remembered
@@ -260,33 +261,3 @@ def untrained_mode(template: ChatTemplate, trained: Provenance, messages: Sequen
 def shown_mode(kwargs: Mapping[str, Any]) -> str:
     """A mode as text for messages."""
     return f"template_kwargs {json.dumps(kwargs, ensure_ascii=False)}" if kwargs else "the template's defaults"
-
-
-class PromptReader:
-    """Tokenizes text prompts, and renders chats with a target's chat template.
-
-    `trained`: how the draft was trained that decodes the prompts; None without a draft.
-    """
-
-    def __init__(self, template: ChatTemplate, trained: Provenance | None = None):
-        self.template, self.trained = template, trained
-        self._warned = False
-
-    def read(self, asked: str | Sequence[Any]) -> Prompt:
-        """The prompt of a text, or of the messages of a chat. Raises ValueError like `ChatTemplate.prompt_ids` and for
-        an empty prompt, and warns as `warn_of_mode`."""
-        if not asked:
-            raise ValueError("the prompt is empty")
-        ids = self.template.prompt_ids(asked)
-        if not isinstance(asked, str):
-            self.warn_of_mode(asked)
-        return Prompt(ids)
-
-    def warn_of_mode(self, messages: Sequence[Any], template: ChatTemplate | None = None, **chat: Any) -> None:
-        """Issues a `ModeWarning`, once, if a chat is rendered in a mode in which the draft was not trained. `template`
-        renders the chat (None: the reader's template), with `chat`, further arguments of `ChatTemplate.render`."""
-        if self.trained is None or self._warned:
-            return
-        if problem := untrained_mode(template or self.template, self.trained, messages, **chat):
-            self._warned = True
-            warnings.warn(problem, ModeWarning, stacklevel=5)

@@ -31,7 +31,7 @@ from fledge.targets.interface import DecodingTarget
 from fledge.types import Prompt, Sampling, check_type
 
 if TYPE_CHECKING:
-    from fledge.data.template import PromptReader
+    from fledge.decode.load import PromptReader
 
 BATCH = 16  # default number of requests decoded together
 NEW_TOKENS = 256  # default maximum of new tokens per request

@@ -1,15 +1,18 @@
-"""Loading: a target and a draft, of files or loaded already, become an engine."""
+"""Loading: a target and a draft, of files or loaded already, become an engine that reads text and chats."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fledge.data.template import ChatTemplate, PromptReader
+from fledge.config import Provenance
+from fledge.data.template import ChatTemplate, ModeWarning, untrained_mode
 from fledge.decode.engine import Engine
 from fledge.decode.propose import Drafting
 from fledge.drafts.draft import Draft
@@ -17,7 +20,37 @@ from fledge.drafts.weights import load_draft, read_draft_config
 from fledge.io.machine import resolve_device
 from fledge.targets.interface import DecodingTarget
 from fledge.targets.loading import load_target, target_of
-from fledge.types import check_type
+from fledge.types import Prompt, check_type
+
+
+class PromptReader:
+    """Tokenizes text prompts, and renders chats with a target's chat template.
+
+    `trained`: how the draft was trained that decodes the prompts; None without a draft.
+    """
+
+    def __init__(self, template: ChatTemplate, trained: Provenance | None = None):
+        self.template, self.trained = template, trained
+        self._warned = False
+
+    def read(self, asked: str | Sequence[Any]) -> Prompt:
+        """The prompt of a text, or of the messages of a chat. Raises ValueError like `ChatTemplate.prompt_ids` and for
+        an empty prompt, and warns as `warn_of_mode`."""
+        if not asked:
+            raise ValueError("the prompt is empty")
+        ids = self.template.prompt_ids(asked)
+        if not isinstance(asked, str):
+            self.warn_of_mode(asked)
+        return Prompt(ids)
+
+    def warn_of_mode(self, messages: Sequence[Any], template: ChatTemplate | None = None, **chat: Any) -> None:
+        """Issues a `ModeWarning`, once, if a chat is rendered in a mode in which the draft was not trained. `template`
+        renders the chat (None: the reader's template), with `chat`, further arguments of `ChatTemplate.render`."""
+        if self.trained is None or self._warned:
+            return
+        if problem := untrained_mode(template or self.template, self.trained, messages, **chat):
+            self._warned = True
+            warnings.warn(problem, ModeWarning, stacklevel=5)
 
 
 def load(
