@@ -541,7 +541,7 @@ def test_the_pool_grows_for_a_request_that_does_not_run(
     target, draft, (one, two, three, *_) = good_pair(native=True)
     long = [t % 400 for t in range(2, 222)]
     first = load(target).generate(long, max_new_tokens=1).tokens
-    early = load(target).generate(two, max_new_tokens=9).tokens[-1]  # so that `long` begins beside `one`
+    early = load(target).generate(two, max_new_tokens=9).tokens[-1]  # `long` then begins while `one` is running
     monkeypatch.setattr(type(target), "stop_ids", frozenset([*first, early]))
     asked = [one, two, long, three]
     alone = [load(target).generate(p, max_new_tokens=40).tokens for p in asked]

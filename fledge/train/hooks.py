@@ -91,8 +91,8 @@ class MetricsFile(Hook):
 
 
 class Signals(Hook):
-    """Lets signals stop the run (`Interruption`), and calls `say` with messages about signals. The first hook, so that
-    signals interrupt no other hook at the end of the run."""
+    """Lets signals stop the run (`Interruption`), and calls `say` with messages about signals. Comes first among the
+    hooks, so that the block around the run also covers the ends of the other hooks."""
 
     def __init__(self, say: Callable[[str], None]):
         self.say = say
@@ -109,7 +109,7 @@ class Signals(Hook):
 
 class Checkpoints(Hook):
     """Saves a checkpoint every `Schedule.save_every` steps, after the last step, and after a stop, each within the
-    context manager `saving`. The last hook, since a resumed run continues after all hooks of the saved step."""
+    context manager `saving`. Comes last, since a resumed run calls no hook again for the saved step."""
 
     def __init__(self, saving: Callable[[], AbstractContextManager[None]] = nullcontext):
         self.saving = saving
