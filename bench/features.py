@@ -8,9 +8,8 @@ row of the record has, for a share and a row length:
 
     read_cold, read_warm   reading rows to the device, without training; "cold" drops the cache's pages from the
                            operating system's cache before
-    parts                  ms a row: `read` from the page cache to host memory, `copy` of its pieces to the device,
-                           `decode` on the device, with the time to queue it; and `copy_gb_per_s` of one large copy from
-                           pinned memory
+    parts                  ms a row: `read` from the page cache to host memory, `copy` to the device, `decode` on the
+                           device, with the time to queue it
     step_in_memory, ..     training steps without the optimizer, on one row's features in memory and on rows read from
                            the cache by the trainer's own iterators, both twice; `wait_ms` is the main thread's time in
                            asking for a row's features
@@ -38,7 +37,7 @@ from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import PRECISIONS, Layout
-from fledge.states.source import DiskFeatures, Extent, Slot, Uploader
+from fledge.states.source import DiskFeatures, HostBuffer
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.setup.target import set_up_process
 from fledge.train.trainer import with_features
@@ -171,25 +170,15 @@ def read_speed(source: DiskFeatures, rows: Rows, options: argparse.Namespace, ca
 def parts(source: DiskFeatures, row: Packed, options: argparse.Namespace) -> dict[str, float]:
     """The parts of reading a row, each by itself: milliseconds, the median of some repeats."""
     layout = source.reader.layout(row)
-    pieces = list(source.reader.pieces(row, layout))
-    host = memoryview(bytearray(layout.bytes))
-    slot, uploader = Slot(layout.bytes, source.device), Uploader(source.device)
-
-    def ends(piece: list[Extent]) -> slice:
-        return slice(piece[0].start, piece[-1].start + piece[-1].size)
+    host, buffer = memoryview(bytearray(layout.bytes)), HostBuffer(layout.bytes, source.device)
 
     def median_ms(work: Callable[[], object], device: str = "cpu") -> float:
         return 1e3 * statistics.median([seconds(work, device) for _ in range(1 + REPEATS)][1:])
 
-    read = median_ms(lambda: [source.reader.read(p, host[ends(p)]) for p in pieces])
-    copy = median_ms(lambda: [uploader.fill(slot.bytes[ends(p)], lambda into: None) for p in pieces])
+    read = median_ms(lambda: source.reader.read(row, layout, host))
+    copy = median_ms(lambda: buffer.on(source.device, layout.bytes), options.device)
     decode = median_ms(lambda: source.features(replace(row, sources=())), options.device)
-    found = {"mb": layout.bytes / 1e6, "pieces": len(pieces), "read_ms": read, "copy_ms": copy, "decode_ms": decode}
-    if options.device != "cpu":
-        pinned = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=True)
-        whole = median_ms(lambda: slot.bytes.copy_(pinned, non_blocking=True), options.device)
-        found["copy_gb_per_s"] = layout.bytes / whole / 1e6
-    return found
+    return {"mb": layout.bytes / 1e6, "read_ms": read, "copy_ms": copy, "decode_ms": decode}
 
 
 def step_speed(

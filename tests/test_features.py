@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -25,7 +20,6 @@ from fledge.data.pack import Rows
 from fledge.io.display import format_bytes
 from fledge.io.files import exclusive_lock
 from fledge.methods import CHOICES
-from fledge.states import source as source_module
 from fledge.states import writer as writer_module
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import (
@@ -39,7 +33,7 @@ from fledge.states.layout import (
     split_shards,
     teacher_tokens,
 )
-from fledge.states.source import DiskFeatures, Extent, Slot, Uploader, cut
+from fledge.states.source import DiskFeatures, HostBuffer
 from fledge.states.writer import check_space, disk_space, parse_bytes, shard_bytes
 from fledge.targets.compatibility import layers_of
 from fledge.targets.source import LiveFeatures
@@ -205,7 +199,7 @@ def test_features_on_a_gpu(precision: str, dtype: torch.dtype, target, live, tmp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("omitted", [False, True])
-def test_a_slot_is_not_overwritten_before_it_is_decoded(omitted: bool, target, live, tmp_path, monkeypatch) -> None:
+def test_a_buffer_is_not_overwritten_before_it_is_copied(omitted: bool, target, live, tmp_path, monkeypatch) -> None:
     """On a GPU that is behind: decoding waits for the work of the row before. Without waiting, the values are wrong."""
     cache = new_cache(tmp_path / "cache", DOCUMENTS, layout_of(target, "float32"))
     writer_of(cache, live).write()
@@ -213,7 +207,7 @@ def test_a_slot_is_not_overwritten_before_it_is_decoded(omitted: bool, target, l
     wanted = [rows[epoch, i] for epoch in range(4) for i in range(len(rows.epoch(epoch)))]
     here, there = (DiskFeatures(cache, LAYERS, live.logits, torch.device(d), torch.float32) for d in ("cpu", "cuda"))
     if omitted:
-        monkeypatch.setattr(Slot, "wait_for_use", lambda slot: None)
+        monkeypatch.setattr(HostBuffer, "wait_for_copy", lambda buffer: None)
     sums = []
     for row, found in with_features(there.ahead(iter(wanted)), there.features, there.device, prefetch=True):
         torch.cuda._sleep(100_000_000)
@@ -279,76 +273,19 @@ def test_reading_ends_when_training_fails(target, live, tmp_path, monkeypatch) -
     assert set(threading.enumerate()) <= before, kept
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 60))
-def test_pieces_are_consecutive_and_of_equal_size(sizes: list[int], most: int) -> None:
-    starts = itertools.accumulate(sizes, initial=7)
-    extents = [Extent(start, size, i, 1000 * i) for i, (start, size) in enumerate(zip(starts, sizes, strict=False))]
-    pieces = list(cut(extents, most))
-    assert [sum(e.size for e in piece) for piece in pieces[:-1]] == [most] * (len(pieces) - 1)
-    parts = [(e.shard, e.offset + i, e.start + i) for piece in pieces for e in piece for i in range(e.size)]
-    assert parts == [(e.shard, e.offset + i, e.start + i) for e in extents for i in range(e.size)]
-
-
 @pytest.mark.parametrize("precision", ["float32", "fp8"])
-def test_rows_read_ahead_in_small_pieces(precision: str, target, live, tmp_path, monkeypatch) -> None:
-    """Into two slots that are used in turn; some rows are not asked for."""
+def test_rows_read_ahead_are_those_read_alone(precision: str, target, live, tmp_path) -> None:
+    """Into two buffers that are used in turn; some rows are not asked for."""
     cache = new_cache(tmp_path / "cache", DOCUMENTS, layout_of(target, precision))
     writer_of(cache, live).write()
     rows = Rows(DOCUMENTS, 60, seed=0)
     wanted = [rows[epoch, i] for epoch in range(2) for i in range(len(rows.epoch(epoch)))]
     whole, source = disk_source(cache, live), disk_source(cache, live)
     expected = [whole.features(row) for row in wanted]
-    monkeypatch.setattr(source_module, "PIECE_BYTES", 1000)
     for i, row in enumerate(source.ahead(iter(wanted))):
         if i % 3 != 1:
             found = source.features(row)
             assert torch.equal(found.aux_TAD, expected[i].aux_TAD) and torch.equal(found.last_TD, expected[i].last_TD)
-    assert len(source._slots) == 2
-
-
-class Late:
-    """A part of device memory whose copies are done when an event is waited for."""
-
-    queued: ClassVar[list[tuple[Late, torch.Tensor]]] = []
-
-    def __init__(self, size: int):
-        self.size, self.content = size, b""
-
-    def numel(self) -> int:
-        return self.size
-
-    def copy_(self, pinned: torch.Tensor, non_blocking: bool) -> None:
-        assert non_blocking and not Late.queued, "one piece is copied at a time"
-        Late.queued.append((self, pinned))
-
-    @staticmethod
-    def synchronize() -> None:
-        time.sleep(0.001)
-        part, pinned = Late.queued.pop()
-        part.content = bytes(pinned.numpy())
-
-
-def test_the_pinned_buffer_is_not_overwritten_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is slow to copy, with several threads."""
-    event = SimpleNamespace(record=lambda stream: None, synchronize=Late.synchronize)
-    for name, value in {
-        "Stream": lambda device: None, "Event": lambda blocking: event, "stream": contextlib.nullcontext,
-        "device": contextlib.nullcontext,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: empty(size, dtype=dtype))
-    uploader, parts = Uploader(torch.device("cuda")), [Late(5 + i) for i in range(20)]
-
-    def fill(i: int) -> None:
-        def read(into: memoryview) -> None:
-            into[:] = bytes([i]) * (5 + i)
-
-        uploader.fill(parts[i], read)
-
-    with ThreadPoolExecutor(4) as executor:
-        list(executor.map(fill, range(len(parts))))
-    assert [part.content for part in parts] == [bytes([i]) * (5 + i) for i in range(len(parts))]
 
 
 # -- writing ------------------------------------------------------------------------------------------------------

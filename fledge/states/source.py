@@ -6,11 +6,11 @@ large reads need no page faults.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -29,7 +29,6 @@ from fledge.targets.source import RowIterator, all_finite
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read in advance
-PIECE_BYTES = 4 * 2**20  # bytes that are read at a time
 
 
 def rows_ahead(rows: RowIterator, count: int, ask: Callable[[Packed], None]) -> RowIterator:
@@ -44,11 +43,11 @@ def rows_ahead(rows: RowIterator, count: int, ask: Callable[[Packed], None]) -> 
 
 
 class StagedRow(NamedTuple):
-    """A row whose stored features are in a slot."""
+    """A row whose stored features are in host memory."""
 
     row: Packed
     layout: RowLayout
-    slot: Slot
+    buffer: HostBuffer
 
 
 class DiskFeatures:
@@ -58,10 +57,10 @@ class DiskFeatures:
     Final states are zeros for tokens whose final state is not stored. Raises ValueError for layers that the cache does
     not have.
 
-    Rows go through ROWS_AHEAD slots of device memory, in stored form (fp8 takes half of the features' memory): a thread
-    fills a slot piece by piece while the draft trains on earlier rows, and `features` only decodes the slot. A decoded
-    slot is filled again. One thread reads several times as fast as a training step needs; more threads are faster
-    still, but take Python's lock from the thread that queues the step's kernels.
+    Rows go through ROWS_AHEAD buffers in host memory, in stored form (fp8 takes half of the features' memory): a thread
+    fills a buffer while the draft trains on earlier rows, and `features` copies the buffer to the device, decodes the
+    copy, and lets the thread fill the buffer again. One thread reads several times as fast as a training step needs;
+    more threads are faster still, but take Python's lock from the thread that queues the step's kernels.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class DiskFeatures:
         self.columns = [known.index(i) for i in layers]
         read = [name for name in cache.layout.tensors(0, 0) if self.columns or name == LAST]
         self.reader = RowReader(cache, read)
-        self._slots: list[Slot] = []
-        self._free: SimpleQueue[Slot | None] = SimpleQueue()  # the slots of `_slots` that no row is read into
+        self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()  # buffers that no row is read into
         self._ahead: dict[int, Future[StagedRow]] = {}  # by the id of the row, in the order of the rows
 
     def ahead(self, rows: RowIterator) -> RowIterator:
@@ -89,8 +87,8 @@ class DiskFeatures:
         if (first := next(rows, None)) is None:
             return
         self._free = SimpleQueue()
-        for slot in self._slots_for(first.token_T.numel()):
-            self._free.put(slot)
+        for _ in range(ROWS_AHEAD):
+            self._free.put(self._buffer(first))
         with ThreadPoolExecutor(1) as reader:
 
             def read(row: Packed) -> None:
@@ -107,22 +105,19 @@ class DiskFeatures:
         """The features of a packed row whose `sources` are documents of the cache. A row without sources (a trial row,
         to measure the memory of a training step) gets zeros, through the same steps and in as much memory. Raises
         ValueError for shards that are missing, truncated, damaged or of other features."""
-        if not row.sources:
-            slot = self._slots_for(row.token_T.numel())[0]
-            slot.bytes.zero_()
-            return self._decode(StagedRow(row, self.reader.layout(row), slot))
         if (staged := self._read_ahead(row)) is not None:
-            features = self._decode(staged)
-            self._give_back(staged.slot)
+            features = self._decode(row, staged.layout, staged.buffer.on(self.device, staged.layout.bytes))
+            self._free.put(staged.buffer)
             return features
-        slot = Slot(self._slot_bytes(row.token_T.numel()), self.device)
-        self._uploader.after_current_stream()
-        return self._decode(self._read(row, slot))
+        if row.sources:
+            _, layout, buffer = self._read(row, self._buffer(row))
+            return self._decode(row, layout, buffer.on(self.device, layout.bytes))
+        layout = self.reader.layout(row)
+        return self._decode(row, layout, torch.zeros(layout.bytes, dtype=torch.uint8, device=self.device))
 
-    def _decode(self, staged: StagedRow) -> Features:
-        """The features of a row that was read. Nothing here waits for the device."""
-        row, layout, slot = staged
-        tensors = views(layout.tensors, slot.bytes)
+    def _decode(self, row: Packed, layout: RowLayout, stored: Tensor) -> Features:
+        """The features of a row from the stored bytes on the device. Nothing here waits for the device."""
+        tensors = views(layout.tensors, stored)
         T, D, tokens = row.token_T.numel(), self.cache.layout.width, layout.ranges[-1][1]
         aux_TAD = torch.empty(T, len(self.columns), D, dtype=self.dtype, device=self.device)
         if self.columns:
@@ -136,54 +131,35 @@ class DiskFeatures:
         """See `FeatureSource.finite`."""
         return bool(all_finite(self.features(row)))
 
-    def _read(self, row: Packed, slot: Slot) -> StagedRow:
-        """Reads a row into a slot."""
+    def _buffer(self, row: Packed) -> HostBuffer:
+        """A buffer for rows of the length of `row`."""
+        tokens = row.token_T.numel()
+        return HostBuffer(place(self.cache.layout, self.reader.names, tokens, tokens)[1], self.device)
+
+    def _read(self, row: Packed, buffer: HostBuffer) -> StagedRow:
+        """Reads a row into a buffer."""
         layout = self.reader.layout(row)
-        assert layout.bytes <= slot.bytes.numel(), "rows have one length"
-        pieces = list(self.reader.pieces(row, layout))
-        self.reader.announce(pieces)
-        for piece in pieces:
-            start, end = piece[0].start, piece[-1].start + piece[-1].size
-            self._uploader.fill(slot.bytes[start:end], functools.partial(self.reader.read, piece))
-        return StagedRow(row, layout, slot)
+        assert layout.bytes <= buffer.bytes.numel(), "rows have one length"
+        self.reader.read(row, layout, memoryview(buffer.bytes.numpy()))
+        return StagedRow(row, layout, buffer)
 
     def _read_when_free(self, row: Packed) -> StagedRow:
-        """Reads a row as soon as a slot is free."""
-        if (slot := self._free.get()) is None:
+        """Reads a row as soon as a buffer is free."""
+        if (buffer := self._free.get()) is None:
             raise CancelledError
-        slot.wait_for_use()
-        return self._read(row, slot)
+        buffer.wait_for_copy()
+        return self._read(row, buffer)
 
     def _read_ahead(self, row: Packed) -> StagedRow | None:
-        """The staged row, if the row was read ahead, else None. Frees the slots of earlier rows, which were skipped."""
+        """The staged row, if the row was read ahead, else None. Frees the buffers of earlier rows, which were
+        skipped."""
         if id(row) in self._ahead:
             for key in list(self._ahead):
                 staged = self._ahead.pop(key).result()
                 if staged.row is row:
                     return staged
-                self._give_back(staged.slot)
+                self._free.put(staged.buffer)
         return None
-
-    def _give_back(self, slot: Slot) -> None:
-        slot.end_use()
-        self._free.put(slot)
-
-    def _slot_bytes(self, tokens: int) -> int:
-        """The most bytes of a row of `tokens` tokens."""
-        return place(self.cache.layout, self.reader.names, tokens, tokens)[1]
-
-    def _slots_for(self, tokens: int) -> list[Slot]:
-        """The slots for rows of `tokens` tokens. The slots stay in memory until rows of another length are read."""
-        size = self._slot_bytes(tokens)
-        if not self._slots or self._slots[0].bytes.numel() != size:
-            self._slots.clear()  # frees the old slots first
-            self._slots += [Slot(size, self.device) for _ in range(ROWS_AHEAD)]
-            self._uploader.after_current_stream()
-        return self._slots
-
-    @functools.cached_property
-    def _uploader(self) -> Uploader:
-        return Uploader(self.device)
 
 
 class Extent(NamedTuple):
@@ -222,36 +198,30 @@ class RowReader:
         tensors, end = place(self.cache.layout, self.names, ranges[-1][1], last_P.numel())
         return RowLayout(tensors, end, last_P, [tokens.numel() for tokens in kept], ranges)
 
-    def pieces(self, row: Packed, layout: RowLayout) -> Iterator[list[Extent]]:
-        """The stored features of a row in pieces of at most PIECE_BYTES consecutive bytes of the row. Raises ValueError
-        for shards that are missing, truncated, damaged or of other features."""
+    def read(self, row: Packed, layout: RowLayout, into: memoryview) -> None:
+        """Reads the stored features of a row. Raises ValueError for shards that are missing, truncated, damaged or of
+        other features."""
+        extents = list(self._extents(row, layout))
+        with contextlib.ExitStack() as stack:
+            files = {shard: stack.enter_context(self._open(shard)) for shard in {e.shard for e in extents}}
+            if hasattr(os, "posix_fadvise"):  # announces all reads, so that a disk gets many requests at a time
+                for _, size, shard, offset in extents:
+                    os.posix_fadvise(files[shard].fileno(), offset, size, os.POSIX_FADV_WILLNEED)
+            for start, size, shard, offset in extents:
+                files[shard].seek(offset)
+                _fill(files[shard], into[start : start + size])
+
+    def _extents(self, row: Packed, layout: RowLayout) -> Iterator[Extent]:
         places = [self._places[document] for document in row.sources]
         starts = list(itertools.accumulate(layout.kept, initial=0))
         for name, (first, dtype, shape) in layout.tensors.items():
             width = dtype.itemsize * math.prod(shape[1:])
-            extents = []
             for (shard, tokens, last), (a, b), p, kept in zip(
                 places, layout.ranges, starts[:-1], layout.kept, strict=True
             ):
                 before, at, count = (last, p, kept) if name == LAST else (tokens, a, b - a)
                 offset = self._offsets(shard)[name] + before * width
-                extents.append(Extent(first + at * width, count * width, shard, offset))
-            yield from cut(extents, PIECE_BYTES)
-
-    def announce(self, pieces: Sequence[Sequence[Extent]]) -> None:
-        """Announces the reads of pieces to the operating system, so that a disk gets many requests at a time."""
-        if hasattr(os, "posix_fadvise"):
-            for extent in itertools.chain.from_iterable(pieces):
-                with self._open(extent.shard) as f:
-                    os.posix_fadvise(f.fileno(), extent.offset, extent.size, os.POSIX_FADV_WILLNEED)
-
-    def read(self, piece: Sequence[Extent], into: memoryview) -> None:
-        """Reads a piece's bytes. Raises ValueError if a file is missing or ends before."""
-        for extent in piece:
-            at = extent.start - piece[0].start
-            with self._open(extent.shard) as f:
-                f.seek(extent.offset)
-                _fill(f, into[at : at + extent.size])
+                yield Extent(first + at * width, count * width, shard, offset)
 
     def _open(self, shard: int) -> BinaryIO:
         try:
@@ -275,22 +245,6 @@ class RowReader:
         return found
 
 
-def cut(extents: Sequence[Extent], most: int) -> Iterator[list[Extent]]:
-    """Divides extents, of consecutive bytes of a row, into pieces of `most` bytes; the last one may have fewer."""
-    piece, room = [], most
-    for start, size, shard, offset in extents:
-        done = 0
-        while done < size:
-            count = min(size - done, room)
-            piece.append(Extent(start + done, count, shard, offset + done))
-            done, room = done + count, room - count
-            if not room:
-                yield piece
-                piece, room = [], most
-    if piece:
-        yield piece
-
-
 def _fill(f: BinaryIO, into: memoryview) -> None:
     """Fills memory with the next bytes of a file. Raises ValueError if the file ends before."""
     while len(into):
@@ -299,54 +253,24 @@ def _fill(f: BinaryIO, into: memoryview) -> None:
         into = into[count:]
 
 
-class Slot:
-    """Memory on the device for the bytes of a row, uint8 [size], zeros at first."""
+class HostBuffer:
+    """Memory of the host for the bytes of a row, uint8 [size]; pinned if the device is a GPU, for copies that do not
+    wait."""
 
     def __init__(self, size: int, device: torch.device):
-        self.bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._used = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+        gpu = device.type == "cuda"
+        with current_device(device):  # pinning would initialize the first GPU
+            self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=gpu)
+            self._copied = torch.cuda.Event(blocking=True) if gpu else None
 
-    def end_use(self) -> None:
-        """Marks the work queued on the current stream as the last reader of the slot's bytes."""
-        if self._used:
-            self._used.record(torch.cuda.current_stream(self.bytes.device))
+    def on(self, device: torch.device, size: int) -> Tensor:
+        """The first `size` bytes on a device. The copy is queued on the current stream; the CPU needs no copy."""
+        copy = self.bytes[:size].to(device, non_blocking=True)
+        if self._copied:
+            self._copied.record(torch.cuda.current_stream(device))
+        return copy
 
-    def wait_for_use(self) -> None:
-        """Waits until the work before the last `end_use` is done. The bytes may be overwritten afterwards."""
-        if self._used:
-            self._used.synchronize()
-
-
-class Uploader:
-    """Fills parts of device memory with bytes that a function reads, at most PIECE_BYTES at a time.
-
-    On a CPU, bytes are read in place. On a GPU, bytes are read into a pinned buffer, and copied from the buffer on a
-    separate stream. A thread copies only one piece at a time, and waits for the copy: a GPU executes copies from host
-    memory one after the other, whatever the streams, so a small copy of a training step waits for a piece at most
-    instead of a row.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self._copying = device, threading.Lock()
-        if device.type == "cuda":
-            with current_device(device):  # pinning would initialize the first GPU
-                self._stream = torch.cuda.Stream(device)
-                self._pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-
-    def after_current_stream(self) -> None:
-        """Lets copies wait for the work that is queued on the current stream, in whose pool memory was allocated."""
-        if self.device.type == "cuda":
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def fill(self, part: Tensor, read: Callable[[memoryview], None]) -> None:
-        """Fills a part of a slot, uint8 [n], by `read`, and waits until it has its bytes. For several threads."""
-        if self.device.type != "cuda":
-            read(memoryview(part.numpy()))
-            return
-        # without `current_device`, leaving the stream would initialize the first GPU
-        with self._copying, current_device(self.device), torch.cuda.stream(self._stream):
-            read(memoryview(self._pinned.numpy())[: part.numel()])
-            part.copy_(self._pinned[: part.numel()], non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)
-            copied.record(self._stream)
-            copied.synchronize()
+    def wait_for_copy(self) -> None:
+        """Waits until the last copy is done. The bytes may be overwritten afterwards."""
+        if self._copied:
+            self._copied.synchronize()
