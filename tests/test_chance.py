@@ -123,6 +123,7 @@ def test_the_warning_comes_after_the_text(target, monkeypatch) -> None:
         came += engine.stream(PROMPTS[0], max_new_tokens=9, stop=[f"{plain[-1]} and more"])
         assert came[-1] == "warning" and "".join(came[:-1]) == plain
     with warnings.catch_warnings():
+        warnings.simplefilter("always")
         monkeypatch.setattr(warnings, "showwarning", lambda *given, **line: came.append(str(given[0])))
         with held_warnings():
             warnings.warn("held", stacklevel=1)

@@ -133,10 +133,13 @@ def test_prefetched_features(making: int, reading: int, omitted: str | None, mon
             wait_stream(stream, other)
 
     replace_function(monkeypatch, torch.cuda.Stream, "wait_stream", wait)
-    begun: list[int] = []
-    found = sums("cuda", begun, one_ahead=True, making=making, reading=reading)
-    assert (found == EXPECTED) == (omitted is None)
-    assert begun == [2, 3, 4, 5, 6, 7, 8, 9, 9]
+    tries = 1 if omitted is None else 9  # another program on the GPU may delay the stream that should not wait
+    found = []
+    for _ in range(tries):
+        begun: list[int] = []
+        found.append(sums("cuda", begun, one_ahead=True, making=making, reading=reading))
+        assert begun == [2, 3, 4, 5, 6, 7, 8, 9, 9]
+    assert all(f == EXPECTED for f in found) == (omitted is None)
 
 
 @pytest.mark.gpu
