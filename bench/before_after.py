@@ -11,7 +11,8 @@ greedy decoding on 8 of the demo's prompts. Both checkouts read the bundled targ
 `rounds`: `bench/decode.py` of the checkout: one token, a chain, a tree and one pass, for 1 and 8 prompts, with models
 of the shape `8b` on a GPU and `tiny` on a CPU, where the time is fledge's own overhead.
 `start`: seconds of `fledge --help`, to the first token of `fledge generate` and to the first step of `fledge train` on
-the bundled pair, less the seconds to import torch and transformers, `import_s`, measured just before.
+the bundled pair. The last two are less `transformers_s`, the seconds in which a program imports torch and transformers
+and loads the bundled target and its tokenizer, measured just before.
 Runs of the last three alternate, `--repeats` times; the medians are printed with their ratio.
 """
 
@@ -41,7 +42,11 @@ METHODS = ("eagle3", "eagle3.1", "peagle", "eagle1")
 TRAIN = "--depth 4 --max-length 256 --row-length 512 --lr 2e-3 --eval-tokens 1".split()
 EVAL = "--limit 8 --max-new-tokens 64 --depth 4 --device cpu --json".split()
 KEPT = ("tau", "alpha", "speedup", "tokens_per_s", "baseline_tokens_per_s", "identical", "near_ties", "prompts")
-IMPORTS = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer"
+LOADING = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32), AutoTokenizer.from_pretrained(sys.argv[1])
+"""
 
 
 def main() -> None:
@@ -163,8 +168,12 @@ def rows_of(checkout: Checkout, program: str, *words: object) -> list[dict[str, 
 
 
 def start(checkout: Checkout, options: argparse.Namespace) -> dict[str, float]:
-    found = {"import_s": checkout.seconds(sys.executable, "-c", IMPORTS), "help_s": checkout.seconds(*CLI, "--help")}
-    pair = ["--target", BUNDLED / "target", "--device", options.device]
+    target = BUNDLED / "target"
+    found = {
+        "transformers_s": checkout.seconds(sys.executable, "-c", LOADING, target),
+        "help_s": checkout.seconds(*CLI, "--help"),
+    }
+    pair = ["--target", target, "--device", options.device]
     with tempfile.TemporaryDirectory() as work:
         asked = [*pair, "--draft", BUNDLED / "draft", "--prompt", "What is 5 + 2?"]
         data = ["--data", f"{BUNDLED / 'chats.jsonl.gz'}@0.1", "--data-cache", work, "--out", f"{work}/run"]
@@ -174,7 +183,7 @@ def start(checkout: Checkout, options: argparse.Namespace) -> dict[str, float]:
             *CLI, "train", *pair, *data, "--steps", 9, "--draft-vocab", 2048, *TRAIN,
             until=lambda p: metrics.exists() and metrics.stat().st_size,
         )  # fmt: skip
-    return {name: s - found["import_s"] * name.startswith("first") for name, s in found.items()}
+    return {name: s - found["transformers_s"] * name.startswith("first") for name, s in found.items()}
 
 
 def show_medians(part: str, runs: dict[str, list[dict[str, float]]]) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from fledge.ops.device import to_device
 
@@ -106,6 +105,8 @@ def causal_attention(
         if everything and S == L:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)[0].transpose(0, 1)
         if everything and _flash_supports(q, k, v):  # no mask has to be read
+            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, for a second
+
             return F.scaled_dot_product_attention(q, k, v, causal_lower_right(S, L), **options)[0].transpose(0, 1)
         parts = []
         for first in range(L - S, L, QUERIES):  # in parts, so that the mask is small
