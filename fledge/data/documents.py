@@ -37,33 +37,17 @@ def windows(document: Document, max_length: int) -> list[Document]:
     return [d for d in parts if ((d.spans[1:-1] >= 0) & (d.spans[1:-1] == d.spans[2:])).any()]
 
 
-@dataclass(frozen=True)
-class TokenCounts:
-    """`supervised_V` is the number of supervised occurrences of each token id, int64; `seen_V` is True for ids that
-    occur at all, bool. Both arrays end with the highest id that occurs."""
-
-    supervised_V: np.ndarray
-    seen_V: np.ndarray
-
-
 class DocumentTable(Sequence[Document]):
-    """Documents, concatenated: `tokens` and `spans` hold the tokens and the spans of all documents.
+    """Documents, concatenated: `tokens` and `spans` hold the tokens and the spans of all documents, one document after
+    the other. Document i has `lengths[i]` tokens, of which `supervised[i]` are in spans; both are int32 [D]."""
 
-    Document i is the `lengths[i]` values from `starts[i]` on; `supervised[i]` tokens of document i are in spans. Two
-    documents may share values. `starts` is int64 [D], `lengths` and `supervised` are int32 [D]. `sha256` (the
-    `fingerprint`) and `counts` are None unless an earlier run made the documents.
-    """
-
-    def __init__(
-        self, tokens: np.ndarray, spans: np.ndarray, starts: np.ndarray, lengths: np.ndarray, supervised: np.ndarray,
-        sha256: str | None = None, counts: TokenCounts | None = None,
-    ):  # fmt: skip
+    def __init__(self, tokens: np.ndarray, spans: np.ndarray, lengths: np.ndarray, supervised: np.ndarray):
         self.tokens, self.spans = tokens, spans
-        self.starts, self.lengths, self.supervised = starts, lengths, supervised
-        self.sha256, self.counts = sha256, counts
+        self.lengths, self.supervised = lengths, supervised
+        self.starts = np.cumsum(lengths, dtype=np.int64) - lengths
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.lengths)
 
     def __getitem__(self, i: int | slice) -> Document | list[Document]:
         if isinstance(i, slice):
@@ -104,8 +88,6 @@ def supervised_of(documents: Sequence[Document]) -> np.ndarray:
 
 def fingerprint(documents: Sequence[Document]) -> str:
     """SHA-256 of the tokens and spans of all documents, in hexadecimal."""
-    if isinstance(documents, DocumentTable) and documents.sha256 is not None:
-        return documents.sha256
     digest = hashlib.sha256()
     for d in documents:
         digest.update(d.tokens.tobytes() + d.spans.tobytes())

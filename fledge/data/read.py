@@ -9,7 +9,7 @@ import hashlib
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,11 @@ class SourceReader:
     def _record(self, row: Any, where: str) -> Record:
         return parse_record(map_columns(row, self.columns, where) if self.columns else row, where)
 
-    def order(self, read: int, refused: Sequence[str], seed: int) -> np.ndarray:
-        """The indices of the records that the source's share takes from `read` readable records, int64. `refused` are
-        the reasons of unreadable records. `@0.5` takes a random half (drawn by `seed`), `@2` takes every record twice.
-        Raises ValueError if the share takes no record."""
+    def passes(self, read: int, refused: Sequence[str], seed: int) -> list[np.ndarray]:
+        """The passes over the source's `read` readable records that its share takes: for each pass, whether each record
+        is taken, bool [read]. `@0.5` is one pass, which takes a random half (drawn by `seed`), and `@2` two passes,
+        which take every record. `refused` are the reasons of unreadable records. Raises ValueError if the share takes
+        no record."""
         if refused and not read:
             raise ValueError(f"every record of {self.name} was refused, the first because: {refused[0]}")
         if not read:
@@ -86,8 +87,11 @@ class SourceReader:
         copies, fraction = divmod(self.share, 1)
         if not copies and not round(fraction * read):
             raise ValueError(f"{self.source} takes none of its {read:,} records; take a larger share")
-        sampled = sorted(random.Random(seed).sample(range(read), round(fraction * read)))
-        return np.concatenate([np.tile(np.arange(read), int(copies)), np.array(sampled, dtype=np.int64)])
+        passes = [np.ones(read, dtype=bool) for _ in range(int(copies))]
+        if sampled := random.Random(seed).sample(range(read), round(fraction * read)):
+            passes.append(np.zeros(read, dtype=bool))
+            passes[-1][sampled] = True
+        return passes
 
 
 def read_records(
@@ -98,11 +102,12 @@ def read_records(
     records: list[Record] = []
     for source in sources:
         reader = SourceReader(source)
-        refused: list[str] = []  # collected first, since `order` names the first
+        refused: list[str] = []  # collected first, since `passes` names the first
         parsed = list(reader.records(refused.append if skip else None))
         for reason in refused:
             skip(reason)
-        records += [parsed[i] for i in reader.order(len(parsed), refused, seed)]
+        for taken in reader.passes(len(parsed), refused, seed):
+            records += [record for record, used in zip(parsed, taken, strict=True) if used]
     return records
 
 
@@ -194,37 +199,37 @@ MIN_RECORDS_PER_HELD_OUT = 10  # data with fewer records for each record to hold
 
 @dataclass(frozen=True)
 class Selection:
-    """The records to train on and the held-out records, as indices of the readable records of all sources, in order.
+    """The records to train on and the held-out records. Records have indices: the readable records of all sources are
+    numbered in order.
 
-    `order` are the records to train on, int64; with a share above 1, a record occurs several times. `held_out` are the
-    held-out records, int64. `records` counts the records before any are held out. `copies` counts the records with the
-    same content as a held-out record; copies are left out of training. `refused` are the reasons of unreadable records.
+    `passes` are the passes over sources that read the records to train on: the source, the index of the source's first
+    record, and whether each of its records is taken, bool. `held_out` are the indices of the held-out records, int64.
+    `records` counts the records before any are held out. `copies` counts the records with the same content as a
+    held-out record; copies are left out of training. `refused` are the reasons of unreadable records.
     """
 
-    sources: Sequence[SourceReader]
-    order: np.ndarray
+    passes: list[tuple[SourceReader, int, np.ndarray]]
     held_out: np.ndarray
     records: int
     copies: int
-    refused: list[str] = field(default_factory=list)
+    refused: list[str]
 
-    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """The distinct records to train on, ascending, and the positions of `order` in the distinct records; int64."""
-        return np.unique(self.order, return_inverse=True)
+    @property
+    def trained(self) -> int:
+        """The number of records to train on; a record that several passes take counts as often."""
+        return sum(int(taken.sum()) for _, _, taken in self.passes)
 
     def read(self, held_out: dict[int, Record]) -> Iterator[Record]:
-        """Reads the sources again and yields each record of `distinct`. Puts the held-out records into `held_out`, by
+        """Reads the sources again and yields the records to train on. Puts the held-out records into `held_out`, by
         index."""
-        wanted = np.concatenate([self.order, self.held_out])
-        trained, kept = np.zeros(wanted.max() + 1, dtype=bool), set(self.held_out.tolist())
-        trained[self.order] = True
+        kept = set(self.held_out.tolist())
         skip = (lambda reason: None) if self.refused else None
-        records = (record for source in self.sources for record in source.records(skip))
-        for record, (i, used) in zip(records, enumerate(trained), strict=False):
-            if i in kept:
-                held_out[i] = record
-            if used:
-                yield record
+        for source, first, taken in self.passes:
+            for i, (record, used) in enumerate(zip(source.records(skip), taken, strict=False), first):
+                if i in kept:
+                    held_out[i] = record
+                if used:
+                    yield record
 
 
 def select(
@@ -238,7 +243,7 @@ def select(
     unless no record would be left to train on. Raises ValueError like `read_records`.
     """
     refused: list[str] = []
-    orders, contents, first = [], bytearray(), 0
+    passes, contents, first = [], bytearray(), 0
     for source in sources:
         reasons: list[str] = []
         count = 0
@@ -247,11 +252,11 @@ def select(
             if hold_out:
                 contents += hashlib.blake2b(record.content_key().encode(), digest_size=16).digest()
             advance()
-        orders.append(first + source.order(count, reasons, seed))
+        passes += [(source, first, taken) for taken in source.passes(count, reasons, seed)]
         refused += reasons
         first += count
-    order = np.concatenate(orders)
-    everything = Selection(sources, order, order[:0], len(order), 0, refused)
+    order = np.concatenate([start + np.flatnonzero(taken) for _, start, taken in passes])
+    everything = Selection(passes, order[:0], len(order), 0, refused)
     if not hold_out or len(order) < MIN_RECORDS_PER_HELD_OUT * hold_out:
         return everything
     chosen = sorted(random.Random(seed).sample(range(len(order)), hold_out))
@@ -260,7 +265,7 @@ def select(
     same = np.zeros(first, dtype=bool)
     for i in held_out:
         same |= (content == content[i]).all(1)
-    others = order[~same[order]]
-    if not len(others):
+    if same[order].all():
         return everything
-    return Selection(sources, others, held_out, len(order), len(order) - len(others) - len(held_out), refused)
+    others = [(source, start, taken & ~same[start : start + len(taken)]) for source, start, taken in passes]
+    return Selection(others, held_out, len(order), int(same[order].sum()) - len(held_out), refused)

@@ -1,9 +1,9 @@
 """A cache on disk of the tokenized data of earlier runs, keyed by a hash of the sources, settings and code.
 
 Each data set is a directory `tokens/HASH` of the cache, written once, by one process, and either complete or absent.
-The directory contains the tokens and spans of all documents as int32 (tokens.bin, spans.bin), the start of each
-document and the count of each token (documents.npz), a manifest (manifest.json), and the hashes of all files
-(SHA256SUMS), which are compared whenever the data is read.
+The directory contains the tokens and spans of all documents as int32 (tokens.bin, spans.bin), the numbers of tokens of
+each document (documents.npz), a manifest (manifest.json), and the hashes of all files (SHA256SUMS), which are compared
+whenever the data is read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fledge.data.documents import SPANS, TOKENS, DocumentTable, TokenCounts, TokenStore, fingerprint, read_tokens
+from fledge.data.documents import SPANS, TOKENS, DocumentTable, TokenStore, read_tokens
 from fledge.data.read import SourceReader, select
 from fledge.data.record import Record
 from fledge.data.rows import format_of
 from fledge.data.sources import Source, is_local
 from fledge.data.template import ChatTemplate
 from fledge.data.tokenize import DataReport, default_workers, make_documents
-from fledge.data.vocab import count_tokens
 from fledge.io.fields import read_json
 from fledge.io.files import (
     InUse,
@@ -168,13 +167,12 @@ class _Job:
             chosen = select(
                 self.sources, request.seed, skip_bad=request.skip_bad, hold_out=request.hold_out, advance=advance
             )
-        distinct, order = chosen.distinct()
         held_out: dict[int, Record] = {}
-        with self.count("reading chats", len(distinct)) as advance:
+        with self.count("reading chats", chosen.trained) as advance:
             documents, report = make_documents(
                 chosen.read(held_out), request.template, request.max_length, skip_bad=request.skip_bad,
-                skipped=chosen.refused, advance=advance, order=order, store=store,
-                workers=self.workers or default_workers(len(distinct)),
+                skipped=chosen.refused, advance=advance, store=store,
+                workers=self.workers or default_workers(chosen.trained),
             )  # fmt: skip
         return TrainingData(
             documents, report, [held_out[i] for i in chosen.held_out.tolist()], chosen.records, chosen.copies
@@ -231,14 +229,8 @@ def _tokenizer_state(tokenizer: Any) -> list[Any]:
 
 def _save(directory: Path, data: TrainingData) -> None:
     """Adds the table, the manifest and the hashes to the files of a `TokenStore`."""
-    documents, counts = data.documents, count_tokens(data.documents)
-    np.savez(
-        directory / TABLE,
-        starts=documents.starts, lengths=documents.lengths, supervised=documents.supervised,
-        supervised_V=counts.supervised_V, seen_V=counts.seen_V,
-    )  # fmt: skip
+    np.savez(directory / TABLE, lengths=data.documents.lengths, supervised=data.documents.supervised)
     manifest = {
-        "sha256": fingerprint(documents),
         "report": asdict(data.report),
         "held_out": [asdict(r) for r in data.held_out],
         "records": data.records,
@@ -256,10 +248,7 @@ def _load(entry: Path) -> TrainingData:
             raise ValueError(f"the SHA-256 of {name} is not the one in {SUMS}")
     manifest = read_json(entry / MANIFEST)
     with np.load(entry / TABLE) as table:
-        documents = DocumentTable(
-            *read_tokens(entry), *(table[name] for name in ("starts", "lengths", "supervised")),
-            sha256=manifest["sha256"], counts=TokenCounts(table["supervised_V"], table["seen_V"]),
-        )  # fmt: skip
+        documents = DocumentTable(*read_tokens(entry), table["lengths"], table["supervised"])
     return TrainingData(
         documents=documents,
         report=DataReport(**manifest["report"]),

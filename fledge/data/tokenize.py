@@ -14,11 +14,10 @@ import pickle
 import queue
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -50,32 +49,18 @@ class TokenizedBatch:
     """The documents of successive records. `tokens` and `spans` are the concatenation of all documents, int32 [n];
     `lengths` and `supervised` count the tokens of each document, int32 [D].
 
-    `documents` and `windowed` count each record's documents, and each record's texts longer than a window, int32 [R].
-    `refused` are the reasons of refused records, and `losses` the parts of records that the template drops (see
-    `losses`), both by the record's index.
+    `records` counts the records, and `windowed` the texts longer than a window. `refused` are the reasons of refused
+    records, and `losses` counts the records of which the template drops a part, by the keys of LOSSES.
     """
 
     tokens: np.ndarray
     spans: np.ndarray
     lengths: np.ndarray
     supervised: np.ndarray
-    documents: np.ndarray
-    windowed: np.ndarray
-    refused: dict[int, str]
-    losses: dict[int, tuple[str, ...]]
-
-    @staticmethod
-    def joined(parts: Sequence[TokenizedBatch]) -> TokenizedBatch:
-        """The batch of all records of several successive batches."""
-        arrays = {
-            f.name: np.concatenate([NOTHING, *(getattr(part, f.name) for part in parts)])
-            for f in fields(TokenizedBatch)
-            if f.name not in ("refused", "losses")
-        }
-        firsts = [*accumulate((len(part.documents) for part in parts), initial=0)]
-        refused = {a + i: why for a, part in zip(firsts, parts, strict=False) for i, why in part.refused.items()}
-        losses = {a + i: kinds for a, part in zip(firsts, parts, strict=False) for i, kinds in part.losses.items()}
-        return TokenizedBatch(**arrays, refused=refused, losses=losses)
+    records: int
+    windowed: int
+    refused: list[str]
+    losses: Counter[str]
 
 
 Tokenize = Callable[[Iterable[list[Record]]], Iterator[TokenizedBatch]]
@@ -84,27 +69,25 @@ Tokenize = Callable[[Iterable[list[Record]]], Iterator[TokenizedBatch]]
 def tokenize(records: list[Record], settings: Settings) -> TokenizedBatch:
     """Tokenizes a batch. Raises ValueError for a record that the template refuses, unless `skip_bad` is set,
     and EndlessTemplate for a template that does not terminate."""
-    parts, counts, windowed, refused, lost = [], [], [], {}, {}
-    for i, record in enumerate(records):
+    parts, windowed, refused, lost = [], 0, [], Counter()
+    for record in records:
         try:
             found = training_documents(settings.template, record)
         except ValueError as e:
             if not settings.skip_bad or isinstance(e, EndlessTemplate):
                 raise
-            found, refused[i] = [], str(e)
-        if found and (kinds := losses(settings.template, record, found)):
-            lost[i] = kinds
-        cut = [part for document in found for part in windows(document, settings.max_length)]
-        parts += cut
-        counts.append(len(cut))
-        windowed.append(sum(len(d.tokens) > settings.max_length for d in found))
+            refused.append(str(e))
+            continue
+        lost.update(losses(settings.template, record, found))
+        parts += [part for document in found for part in windows(document, settings.max_length)]
+        windowed += sum(len(d.tokens) > settings.max_length for d in found)
     return TokenizedBatch(
         tokens=np.concatenate([NOTHING, *(d.tokens for d in parts)]),
         spans=np.concatenate([NOTHING, *(d.spans for d in parts)]),
         lengths=np.array([len(d.spans) for d in parts], dtype=np.int32),
         supervised=np.array([np.count_nonzero(d.spans >= 0) for d in parts], dtype=np.int32),
-        documents=np.array(counts, dtype=np.int32),
-        windowed=np.array(windowed, dtype=np.int32),
+        records=len(records),
+        windowed=windowed,
         refused=refused,
         losses=lost,
     )
@@ -263,55 +246,42 @@ class DataReport:
 
 def make_documents(
     records: Iterable[Record], template: ChatTemplate, max_length: int, *, skip_bad: bool = False,
-    skipped: Sequence[str] = (), advance: Callable[[], None] = lambda: None, order: np.ndarray | None = None,
-    store: TokenStore | None = None, workers: int = 1,
+    skipped: Sequence[str] = (), advance: Callable[[], None] = lambda: None, store: TokenStore | None = None,
+    workers: int = 1,
 ) -> tuple[DocumentTable, DataReport]:  # fmt: skip
     """Tokenizes records, marks the assistant's spans, and splits documents into windows of `max_length` tokens.
 
     A record that the template refuses raises ValueError; with `skip_bad` the record is counted as refused instead.
     `skipped` are the error messages of unreadable records, which are counted as refused as well. `advance` is called
-    after each record. `order` are the indices of the records, int64, in the order of the documents; an index may occur
-    several times (None: every record once). `workers` processes (see `tokenizing`) put the tokens into `store` (None:
-    memory). Raises ValueError if no record is usable.
+    after each record. `workers` processes (see `tokenizing`) put the tokens into `store` (None: memory). Raises
+    ValueError if no record is usable.
     """
     store = store or TokenStore()
-    done: list[TokenizedBatch] = []
+    count, windowed, refused, lost = len(skipped), 0, list(skipped), Counter()
+    lengths, supervised = [NOTHING], [NOTHING]
     with tokenizing(Settings(template, max_length, skip_bad), workers) as tokenize:
         for batch in tokenize(batches(records)):
             store.append(batch.tokens, batch.spans)
-            done.append(replace(batch, tokens=NOTHING, spans=NOTHING))
-            for _ in range(len(batch.documents)):
+            lengths.append(batch.lengths)
+            supervised.append(batch.supervised)
+            count += batch.records
+            windowed += batch.windowed
+            refused += batch.refused
+            lost.update(batch.losses)
+            for _ in range(batch.records):
                 advance()
-    made = TokenizedBatch.joined(done)
-    if order is None:
-        order = np.arange(len(made.documents))
-    times = np.bincount(order, minlength=len(made.documents))  # how often each record occurs
-    refused = [*skipped, *(reason for i, reason in made.refused.items() for _ in range(times[i]))]
-    count = len(order) + len(skipped)
-    of = _documents_of(order, made.documents)
-    if not len(of) and len(refused) == count:
+    if len(refused) == count:
         raise ValueError(f"every record was refused, the first because: {refused[0]}")
-    if not len(of):
+    if not any(map(len, lengths)):
         raise ValueError("no record has an assistant turn of two or more tokens, so there is nothing to train on")
-    ends = np.cumsum(made.lengths, dtype=np.int64)
-    documents = DocumentTable(
-        *store.finish(), starts=(ends - made.lengths)[of], lengths=made.lengths[of], supervised=made.supervised[of]
-    )
+    documents = DocumentTable(*store.finish(), np.concatenate(lengths), np.concatenate(supervised))
     return documents, DataReport(
         records=count,
         documents=len(documents),
-        windowed=int((times * made.windowed).sum()),
+        windowed=windowed,
         refused=len(refused),
         first_refusal=refused[0] if refused else "",
         tokens=int(documents.lengths.sum(dtype=np.int64)),
         supervised=int(documents.supervised.sum(dtype=np.int64)),
-        losses={kind: n for kind in LOSSES if (n := sum(int(times[i]) for i, k in made.losses.items() if kind in k))},
+        losses={kind: lost[kind] for kind in LOSSES if lost[kind]},
     )
-
-
-def _documents_of(order: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The indices of the documents of the records in `order`, one record after the other, int64. `counts` is the number
-    of documents of each record; document indices start with the documents of record 0."""
-    repeats = counts[order].astype(np.int64)
-    first = (np.cumsum(counts, dtype=np.int64) - counts)[order]
-    return np.arange(repeats.sum()) + np.repeat(first - (np.cumsum(repeats) - repeats), repeats)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.data.documents import Document, DocumentTable, TokenCounts, grouped
+from fledge.data.documents import Document, grouped
 
 TOKENS_PER_CHUNK = 1 << 22  # tokens, at least, that one bincount counts
 
@@ -53,7 +53,7 @@ def _covered(ids_W: Tensor, counts_V: np.ndarray) -> float:
 
 def _counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray:
     """The number of supervised occurrences of each target id, int64 [V]."""
-    found = _known_counts(documents).supervised_V
+    found, _ = count_tokens(documents)
     if len(found) > vocab_size:
         raise ValueError(
             f"the data has token id {len(found) - 1}, but the target's vocabulary ends at {vocab_size - 1}; the "
@@ -64,17 +64,13 @@ def _counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray:
 
 def occurs(token: int, documents: Sequence[Document]) -> bool:
     """Whether a token id occurs in the documents, supervised or not."""
-    seen = _known_counts(documents).seen_V
+    _, seen = count_tokens(documents)
     return token < len(seen) and bool(seen[token])
 
 
-def _known_counts(documents: Sequence[Document]) -> TokenCounts:
-    known = documents.counts if isinstance(documents, DocumentTable) else None
-    return count_tokens(documents) if known is None else known
-
-
-def count_tokens(documents: Iterable[Document]) -> TokenCounts:
-    """Counts the tokens of all documents."""
+def count_tokens(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]:
+    """The number of supervised occurrences of each token id, int64, and whether each id occurs at all, bool. Both
+    arrays end with the highest id that occurs."""
     supervised, seen = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
     # each bincount allocates an array of the vocabulary's size, so counting every document alone would be slow
     for chunk in grouped(documents, lambda d: len(d.tokens), TOKENS_PER_CHUNK):
@@ -84,7 +80,7 @@ def count_tokens(documents: Iterable[Document]) -> TokenCounts:
         counted = np.bincount(tokens[spans >= 0], minlength=len(seen))
         counted[: len(supervised)] += supervised
         supervised = counted
-    return TokenCounts(supervised, seen)
+    return supervised, seen
 
 
 def choose_mask_token(
@@ -95,7 +91,7 @@ def choose_mask_token(
     It is an id that occurs neither in the data nor in `stop_ids`: the highest such special token of the tokenizer, or
     else the highest such id. Raises ValueError if there is none.
     """
-    found, seen = _known_counts(documents).seen_V, np.zeros(vocab_size, dtype=bool)
+    found, seen = count_tokens(documents)[1], np.zeros(vocab_size, dtype=bool)
     seen[: len(found)] = found
     seen[[i for i in stop_ids if 0 <= i < vocab_size]] = True
     free = np.flatnonzero(~seen).tolist()
