@@ -242,10 +242,3 @@ def test_train_reads_compressed_data_with_columns_and_several_workers(fledge, tm
     assert refused.code == 2 and "--columns messages=COLUMN" in " ".join(refused.err.split()), refused.err
     went = fledge(*words, "--columns", "messages=dialog", "--data-workers", 2)
     assert went.code == 0 and "39 records" in went.err, went.err
-
-
-def test_a_list_of_records_within_an_object(tmp_path: Path):
-    file = tmp_path / "wrapped.json"
-    file.write_text(json.dumps({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}))
-    with pytest.raises(ValueError, match="one object whose `data` holds the records"):
-        list(file_rows(file))

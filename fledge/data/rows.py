@@ -98,19 +98,7 @@ def _json(path: Path) -> Iterator[Row]:
     if text.startswith("[", SPACE.match(text).end()):
         yield from _list_items(text, path)
     else:
-        row = _parse(text, str(path))
-        _check_no_list_of_records(row, path)
-        yield row, f"{path}, record 1"
-
-
-def _check_no_list_of_records(row: Any, path: Path) -> None:
-    """Raises ValueError for an object that is no record but holds a list of records, e.g. under `data`."""
-    known = {"messages", "conversations", "turns", "prompt", "instruction", "text"}
-    if not isinstance(row, dict) or known & row.keys():
-        return
-    for name, value in row.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and known & value[0].keys():
-            raise ValueError(f"{path} is one object whose `{name}` holds the records; write a file of that list alone")
+        yield _parse(text, str(path)), f"{path}, record 1"
 
 
 def _is_lines(path: Path) -> bool:
