@@ -172,7 +172,7 @@ def fail_once(work: Any) -> Any:
     return failing
 
 
-NAN = "FloatingPointError: the gradient of step 2 is nan: the target computes NaN or infinite hidden states"
+NAN = "FloatingPointError: the gradient of step 2 is nan: the target's hidden states overflow"
 LOST = "LostRankError: rank 2 of 3 ended or did not answer while its hidden states were awaited; see the log"
 FAILED = "RankError: rank 2 of 3 failed in step 1: ValueError: a row is damaged"
 # the time limit in seconds, and what ranks 0, 1 and 2 say; the last ones leave broken connections

@@ -77,17 +77,14 @@ def test_nan_in_hidden_states_while_training_names_the_target(made, fledge, monk
 
     def failing(self, row, layers):
         found = features(self, row, layers)
-        if not any(row is seen for seen in rows):
-            rows.append(row)
-        if any(row is seen for seen in rows[:2]):  # the probe's, and that of the first step
+        rows.append(row)
+        if len(rows) <= 2:  # the probe's, and that of the first step
             return found
         return Features(found.aux_TAD * float("nan"), found.last_TD)
 
     monkeypatch.setattr(NativeTarget, "features", failing)
     said = train(made, fledge)
-    assert "the gradient of step 2 is nan: the target computes NaN or infinite hidden states in float32" in said
-    assert " for row 1 (rank 0) of the step; train with another --dtype" in said
-    assert "--lr" not in said
+    assert "the gradient of step 2 is nan: the target's hidden states overflow in float32" in said
 
 
 def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, fledge, monkeypatch):
@@ -97,9 +94,9 @@ def test_a_draft_that_overflows_at_once_does_not_blame_the_learning_rate(made, f
 
     replace_function(monkeypatch, EagleDraft, "initialize", huge)
     said = train(made, fledge)
-    assert "the gradient of step 1 is nan: this is the first step" in said and "--lr" not in said
+    assert "overflow in float32, or the initial draft does" in said and "--lr" not in said
 
 
 def test_a_later_overflow_blames_the_learning_rate(made, fledge):
     said = train(made, fledge, "--lr", 1e30, "--warmup", 0, "--clip", 1e30)
-    assert "the gradient of step 2 is nan: train again with a lower --lr" in said
+    assert "the gradient of step 2 is nan: " in said and "or the learning rate is too high; train again with" in said

@@ -501,8 +501,8 @@ class Failing(LiveFeatures):
 
 
 NAN = (
-    "FloatingPointError: the gradient of step 1 is nan: the target computes NaN or infinite hidden states in float64 "
-    "for row 2 (rank 1) and row 3 (rank 1) of the step; train with another --dtype"
+    "FloatingPointError: the gradient of step 1 is nan: the target's hidden states overflow in float64, or the initial "
+    "draft does; train with --dtype float32"
 )
 LATE = "LostRankError: rank 1 of 2 ended or did not answer in step 1; see the log of torchrun"
 OTHER = "LostRankError: another of 2 ranks ended or did not answer in step 1; see the log of torchrun"

@@ -25,7 +25,7 @@ from fledge.data.documents import Document
 from fledge.ops.device import current_device, to_device
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import LAST, LAYERS, SCALES, Places, decode_layers, place, views
-from fledge.targets.source import RowIterator, all_finite
+from fledge.targets.source import RowIterator
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 2  # rows that are read in advance
@@ -126,10 +126,6 @@ class DiskFeatures:
         last_TD = torch.zeros(T, D, dtype=self.dtype, device=self.device)
         last_TD[to_device([layout.last_P], self.device)[0]] = tensors[LAST].to(self.dtype)
         return Features(aux_TAD, last_TD)
-
-    def finite(self, row: Packed) -> bool:
-        """See `FeatureSource.finite`."""
-        return bool(all_finite(self.features(row)))
 
     def _buffer(self, row: Packed) -> HostBuffer:
         """A buffer for rows of the length of `row`."""

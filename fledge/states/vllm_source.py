@@ -16,7 +16,7 @@ from fledge.states.source import rows_ahead
 from fledge.states.vllm_files import Captured, StatesFolder
 from fledge.states.vllm_server import CONNECTIONS, VllmServer
 from fledge.targets.parts import TargetParts
-from fledge.targets.source import RowIterator, all_finite
+from fledge.targets.source import RowIterator
 from fledge.types import Features, Packed
 
 ROWS_AHEAD = 3  # rows whose states are requested in advance
@@ -63,10 +63,6 @@ class VllmFeatures:
     def logits(self, last_ND: Tensor) -> Tensor:
         """The target's logits [N, V] from final hidden states [N, D]."""
         return self.target.logits(last_ND)
-
-    def finite(self, row: Packed) -> bool:
-        """See `FeatureSource.finite`."""
-        return bool(all_finite(self.features(row)))
 
     def ahead(self, rows: RowIterator) -> RowIterator:
         """Yields the same rows. Requests the documents of the next ROWS_AHEAD rows in advance, many at a time."""

@@ -25,17 +25,9 @@ class FeatureSource(Protocol):
     def logits(self, last_ND: Tensor) -> Tensor:
         """The target's logits [N, V] from final hidden states [N, D]."""
 
-    def finite(self, row: Packed) -> bool:
-        """Whether the features of a row that was just trained on have no NaN and no infinite value."""
-
     def ahead(self, rows: RowIterator) -> RowIterator:
         """The same rows. A source that reads a disk starts reading a row before it is asked for its features, and ends
         when the generator is closed, which the caller has to do."""
-
-
-def all_finite(features: Features) -> Tensor:
-    """Whether features have no NaN and no infinite value: a boolean scalar on their device."""
-    return features.aux_TAD.isfinite().all() & features.last_TD.isfinite().all()
 
 
 @dataclass(frozen=True)
@@ -54,9 +46,6 @@ class LiveFeatures:
 
     def logits(self, last_ND: Tensor) -> Tensor:
         return self.target.logits(last_ND)
-
-    def finite(self, row: Packed) -> bool:
-        return bool(all_finite(self.features(row)))
 
     def ahead(self, rows: RowIterator) -> RowIterator:
         return rows

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fledge.data.pack import Rows
-from fledge.targets.source import LiveFeatures, RowIterator, all_finite
+from fledge.targets.source import LiveFeatures, RowIterator
 from fledge.train.ranks import Ranks
 from fledge.types import Features, Packed
 
@@ -102,7 +102,6 @@ class ReceivedFeatures:
         self._deliveries: Deliveries | None = None
         self._expected: Iterator[int] = iter(())
         self._early: deque[Features] = deque()  # received before `features` asks for them
-        self._finite = torch.ones((), dtype=torch.bool, device=target.device)
 
     def begin(self, deliveries: Deliveries) -> None:
         """Registers a run's deliveries. A rank receives only the deliveries with the rank's number."""
@@ -113,21 +112,13 @@ class ReceivedFeatures:
         """The features of this rank's next row. Raises RankError if the features do not arrive."""
         if not row.sources:
             return self._features(self._memory(row.token_T.numel()).zero_())
-        found = self._early.popleft() if self._early else self._receive(next(self._expected), row.token_T.numel())
-        self._finite = self._finite & all_finite(found)
-        return found
+        return self._early.popleft() if self._early else self._receive(next(self._expected), row.token_T.numel())
 
     def logits(self, last_ND: Tensor) -> Tensor:
         return self.target.logits(last_ND)
 
     def ahead(self, rows: RowIterator) -> RowIterator:
         return rows
-
-    def finite(self, row: Packed) -> bool:
-        """Whether all features received so far are finite. The features of a single row are not kept for a check."""
-        if self._finite.is_cuda:
-            torch.cuda.synchronize(self._finite.device)  # the next row may have been received on another stream
-        return bool(self._finite)
 
     def receive_sent(self, steps_done: int) -> None:
         """Receives all rows sent so far. Must run before the target ranks decode: a target rank that waits for the

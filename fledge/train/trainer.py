@@ -21,7 +21,7 @@ from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.ops.device import to_device
 from fledge.targets.source import FeatureSource, LiveFeatures
-from fledge.train.feed import AFTER, BEFORE, Deliveries, Delivery, deliveries_of_step
+from fledge.train.feed import AFTER, BEFORE, Deliveries, deliveries_of_step
 from fledge.train.objective import ttt_queued
 from fledge.train.optim import MasterOptimizer, learning_rate
 from fledge.train.ranks import ALONE, Ranks
@@ -246,14 +246,14 @@ def optimizer_step(run: Run, upcoming: Iterator[tuple[Packed, Features]]) -> Ste
     with features.
 
     The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks. Raises FloatingPointError,
-    with the probable cause, if the gradient's norm is not finite; the draft must not be saved then. Raises RankError if
+    with the likely causes, if the gradient's norm is not finite; the draft must not be saved then. Raises RankError if
     another rank fails, ends or does not answer.
     """
     draft, source, schedule, progress, ranks = run.draft, run.source, run.schedule, run.progress, run.ranks
     objective = schedule.objective
     start, where = time.perf_counter(), f"in step {progress.step + 1}"
     draft.train()
-    shared = list(deliveries_of_step(run.rows, progress.step, progress.address, schedule.rows_per_step, ranks))
+    shared = deliveries_of_step(run.rows, progress.step, progress.address, schedule.rows_per_step, ranks)
     own = [d for d in shared if d.rank == ranks.rank]
     results, failure = [], None
     try:
@@ -291,7 +291,7 @@ def optimizer_step(run: Run, upcoming: Iterator[tuple[Packed, Features]]) -> Ste
         run.watch.end()
         norm = norm.item()
         if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {_cause(run, shared)}")
+            raise FloatingPointError(f"the gradient of step {progress.step + 1} is {norm}: {_causes(run)}")
     seconds = time.perf_counter() - start
     progress.step += 1
     progress.seconds += seconds
@@ -303,29 +303,17 @@ def optimizer_step(run: Run, upcoming: Iterator[tuple[Packed, Features]]) -> Ste
     return StepResult(progress.step, sums, stops, run.metrics)
 
 
-def _cause(run: Run, shared: Sequence[Delivery]) -> str:
-    """The probable cause of a gradient that is not finite, and the remedy. The cause is the target if hidden states of
-    the step's rows (`shared`) are not finite, else in the first step the initial draft, else the learning rate."""
-    flags = torch.zeros(len(shared))
-    for d in shared:  # all own rows: the ranks of a sharded target run on rows together
-        if d.rank == run.ranks.rank:
-            flags[d.index] = not run.source.finite(run.rows[d.address])
-    flags = run.ranks.sum(flags).tolist()
-    dtype = str(run.draft.dtype).split(".")[-1]
-    if damaged := [d for d in shared if flags[d.index]]:
-        places = " and ".join(f"row {d.index + 1} (rank {d.rank})" for d in damaged)
-        return (
-            f"the target computes NaN or infinite hidden states in {dtype} for {places} of the step; train with "
-            "another --dtype (float32 has the widest range), or copy the target again"
-        )
+def _causes(run: Run) -> str:
+    """The likely causes of a gradient that is not finite, and the remedies."""
+    overflow = f"the target's hidden states overflow in {str(run.draft.dtype).removeprefix('torch.')}"
     if run.progress.step == 0:
         return (
-            f"this is the first step, so the initial draft overflows in {dtype}; train with --dtype float32, or start "
-            "from another draft"
+            f"{overflow}, or the initial draft does; train with --dtype float32, which has the widest range, copy the "
+            "target again, or start from another draft"
         )
     return (
-        "train again with a lower --lr and another --out, from the last checkpoint's weights (--init-from "
-        "RUN/checkpoint) if there is one"
+        f"{overflow}, or the learning rate is too high; train again with --dtype float32 or a lower --lr, in another "
+        "--out, from the last checkpoint's weights (--init-from RUN/checkpoint) if there is one"
     )
 
 
