@@ -25,18 +25,12 @@ from fledge.targets.distributed import target_bytes
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, feed
-from fledge.train.memory import (
-    USABLE_FRACTION,
-    DoesNotFit,
-    Machine,
-    Work,
-    memory_parts,
-    target_memory_parts,
-)
+from fledge.train.memory import USABLE_FRACTION, DoesNotFit
 from fledge.train.objective import Implementation, Objective
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
 from fledge.train.setup.data import check_files, make_rows, pack_rows, total_memory, training_data
 from fledge.train.setup.draft import draft_sizes, make_draft
+from fledge.train.setup.estimate import Machine, Work, memory_parts, target_memory_parts
 from fledge.train.setup.launch import check_ranks, needs_processes, run_ranks, start_processes
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe import Recipe

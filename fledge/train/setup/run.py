@@ -20,7 +20,7 @@ from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import BEFORE, feed
 from fledge.train.hooks import Evaluate, Interruption
-from fledge.train.memory import CPU_SLOTS, MIN_TOKENS, USABLE_FRACTION, Trial, candidates, choose, resize_row
+from fledge.train.memory import CPU_SLOTS, WARM_UP_TOKENS, Trial, candidates, choose, resize_row
 from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
 from fledge.train.ranks import LostRankError, Ranks
@@ -79,15 +79,11 @@ def choose_implementation(
         return asked[0]
     trial = _trial(draft, rows, source, schedule, ranks)
     # a small step first: the trials then do not measure the memory of lazy initialization
-    trial.step(resize_row(trial.rows[0], MIN_TOKENS), asked[-1])
+    trial.step(resize_row(trial.rows[0], WARM_UP_TOKENS), asked[-1])
     draft.zero_grad(set_to_none=True)
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
-
-    def report(tokens: int, taken: int | None) -> None:
-        say(trial_message(tokens, taken, available))
-
-    chosen, taken = choose(trial, asked, available, report)
+    chosen, taken = choose(trial, asked, available)
     say(_choice_message(chosen, taken, available, rows))
     return chosen
 
@@ -123,15 +119,6 @@ def _choice_message(chosen: Implementation, taken: int, available: int, rows: Ro
         + (", recomputing the MLP's activations" if chosen.recompute else "")
         + (", preparing the features of the next row meanwhile" if chosen.prefetch else "")
     )
-
-
-def trial_message(tokens: int, taken: int | None, available: int) -> str:
-    """A message about a tried row. `taken` are the bytes of the row's step (None: out of memory)."""
-    if taken is None:
-        return f"a row of {tokens:,} tokens does not fit in GPU memory"
-    too_much = taken > USABLE_FRACTION * available
-    over = f", which is too much: {1 - USABLE_FRACTION:.0%} must stay free" if too_much else ""
-    return f"a row of {tokens:,} tokens takes {taken / 2**30:.1f} of {available / 2**30:.1f} GiB{over}"
 
 
 def disk_space(directory: RunDirectory, draft: Draft, optimizer: str) -> tuple[int, int]:
