@@ -41,9 +41,8 @@ from fledge.data.documents import Document
 from fledge.data.pack import Rows
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
+from fledge.states.vllm import Patience, VllmFeatures, VllmServer
 from fledge.states.vllm_files import Captured, StatesFolder, lock_state, serve_words
-from fledge.states.vllm_server import Patience, VllmServer
-from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Packed

@@ -333,7 +333,7 @@ def test_served_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     right = run("right.json")
     assert right["agrees"] and not right["code"] and right["files_left"] == 0 and right["timing"]["tokens"] > 1000
     assert [row["best"] for row in right["states"]] == ["1", "2", "3"]
-    monkeypatch.setattr("fledge.states.vllm_source.TOLERANCE", float("inf"))
+    monkeypatch.setattr("fledge.states.vllm.TOLERANCE", float("inf"))
     late = run("late.json", change=lambda t: t | {STATES: t[STATES].roll(1, 0)})
     assert not late["agrees"] and late["code"]
 

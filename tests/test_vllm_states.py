@@ -21,6 +21,7 @@ from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.drafts.weights import load_draft
 from fledge.states.layout import needed_tokens
+from fledge.states.vllm import Patience, VllmFeatures, VllmServer
 from fledge.states.vllm_files import (
     STATES,
     TOKENS,
@@ -31,8 +32,6 @@ from fledge.states.vllm_files import (
     lock_state,
     serve_words,
 )
-from fledge.states.vllm_server import Patience, VllmServer
-from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.loading import load_head, load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
@@ -247,7 +246,7 @@ def test_files_that_cannot_be_deleted(target, tmp_path: Path, monkeypatch) -> No
         raise PermissionError(1, "Operation not permitted")
 
     said: list[str] = []
-    monkeypatch.setattr("fledge.states.vllm_server.remove", refuse)
+    monkeypatch.setattr("fledge.states.vllm.remove", refuse)
     with FakeVllm(target, tmp_path, ALL) as server:
         source_of(client(server, said.append), target).features(ROW)
     assert len(said) == 2 and "cannot be deleted after its use (Operation not permitted)" in said[1]
@@ -417,7 +416,7 @@ def test_training_from_a_folder(fledge: Fledge, made, loaded, live: Path, tmp_pa
     words = train_words(made, tmp_path / "run", "--features-from", folder, "--features-layers", "0,2,4,5,8")
     ran = fledge(*words)
     assert ran.code == 2 and "lacks the hidden states of" in ran.err and not (tmp_path / "run" / "draft").exists()
-    from fledge.states import vllm_source as source
+    from fledge.states import vllm as source
 
     (tmp_path / "all").mkdir()
     asked: list[Document] = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fledge.data.documents import Document
     from fledge.data.record import Record
     from fledge.states.cache import Manifest
-    from fledge.states.vllm_source import VllmFeatures
+    from fledge.states.vllm import VllmFeatures
     from fledge.targets.source import LiveFeatures
     from fledge.train.setup.recipe import DataRecipe
 

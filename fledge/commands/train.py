@@ -56,7 +56,7 @@ def _train(
     from fledge.measure.evaluator import make_evaluator
     from fledge.publish.card import make_card
     from fledge.report.training import report_run
-    from fledge.states.vllm_source import VllmFeatures
+    from fledge.states.vllm import VllmFeatures
     from fledge.train.hooks import Checkpoints, Drafts, MetricsFile, Signals
     from fledge.train.setup.data import check_files, make_rows, summarize, training_data
     from fledge.train.setup.draft import check_shape, make_draft

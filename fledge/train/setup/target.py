@@ -18,9 +18,8 @@ from fledge.io.http import key_in
 from fledge.options import default_new_tokens
 from fledge.states.cache import FeatureCache
 from fledge.states.source import DiskFeatures
+from fledge.states.vllm import VllmFeatures, VllmServer
 from fledge.states.vllm_files import UNCHECKED, StatesFolder, serve_command
-from fledge.states.vllm_server import VllmServer
-from fledge.states.vllm_source import VllmFeatures
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
 from fledge.targets.distributed import layout_of, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.interface import Target
