@@ -114,7 +114,7 @@ def test_the_options_of_a_recipe_are_planned(words: list[Any], fledge: Fledge, t
 def test_the_rest_of_a_stopped_run_is_planned(
     words: list[Any], fledge: Fledge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps that are left; none of a finished run. The settled values must be those of the run."""
+    """The steps that are left; none of a finished run. The data must be that of the run."""
     resume = ["train", "--resume", tmp_path / "run", "--dry-run"]
     with monkeypatch.context() as patch:
         patch.setattr(ProgressDisplay, "stderr_closed", True)

@@ -28,13 +28,13 @@ from fledge.train.feed import AFTER, feed
 from fledge.train.memory import USABLE_FRACTION, DoesNotFit
 from fledge.train.objective import Implementation, Objective
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
-from fledge.train.setup.data import check_files, make_rows, pack_rows, total_memory, training_data
+from fledge.train.setup.data import check_files, pack_rows, total_memory, training_data
 from fledge.train.setup.draft import draft_sizes, make_draft
 from fledge.train.setup.estimate import Machine, Work, memory_parts, target_memory_parts
 from fledge.train.setup.launch import check_ranks, needs_processes, run_ranks, start_processes
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe import Recipe
-from fledge.train.setup.recipe_file import check_settled, complete_options, resolve_recipe, settle
+from fledge.train.setup.recipe_file import complete_options, resolve_recipe
 from fledge.train.setup.run import choose_implementation, disk_space, implementations, make_schedule
 from fledge.train.setup.target import plan_target, prepare_shared_target, quantization_note, reads_features_only
 from fledge.train.trainer import Run, Schedule, optimizer_step, upcoming_rows
@@ -122,7 +122,7 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
         raise ValueError(f"--gpu-memory with --device {options.device}; leave one of them out")
     follows = started_by_torchrun() and options.gpus is not None  # the parent process printed the plan
     say: Say = (lambda line: None) if follows else display.say
-    options, recorded, directory = complete_options(options, True, say)
+    options, _, directory = complete_options(options, True, say)
     machine = find_machine(options)
     starts = machine.there and needs_processes(options)
     plan = make_plan(options, directory, machine, say, display)
@@ -136,7 +136,7 @@ def dry_run(options: TrainOptions, arguments: Sequence[str], printer: ResultPrin
         return start_processes(machine.ranks, arguments)
     with run_ranks(options) as ranks:
         try:
-            timed = _time(plan, recorded, ranks, display.say if ranks.leads else lambda line: None, display)
+            timed = _time(plan, ranks, display.say if ranks.leads else lambda line: None, display)
         except (DoesNotFit, torch.OutOfMemoryError) as e:
             printer.print(f"Memory: does not fit, as steps show that were tried: {e}")
             return 1
@@ -286,20 +286,14 @@ def format_count(n: int, what: str) -> str:
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
-def _time(plan: Plan, recorded: dict[str, Any] | None, ranks: Ranks, say: Say, progress: Any) -> Timed:
-    """Loads the target of a planned run, and times a few steps. `recorded` are the settled values of the resumed run
-    (None: a new run). Raises ValueError if a settled value has changed."""
+def _time(plan: Plan, ranks: Ranks, say: Say, progress: Any) -> Timed:
+    """Loads the target of a planned run, and times a few steps."""
     recipe, rows = plan.recipe, plan.rows
     with ranks.together("while the target was loaded"):
         target = prepare_shared_target(recipe, ranks, plan.machine.target_shares > 1, say)
-        if target.decodes != (not reads_features_only(recipe)):  # unlike the plan: no records are held out
-            rows = make_rows(recipe, target, training_data(recipe, target, say, progress)[0], say)
         draft = make_draft(recipe, target, rows.documents, say)
         implementation = choose_implementation(recipe.options, draft, rows, target.source, plan.schedule, ranks, say)
     schedule = replace(plan.schedule, implementation=ranks.from_first(implementation))
-    with ranks.together("before the first step"):
-        if recorded is not None:
-            check_settled(recorded, settle(recipe, target, draft, rows, schedule), plan.directory)
     return time_steps(draft, rows, target.source, schedule, ranks, progress)
 
 
