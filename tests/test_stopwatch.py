@@ -18,8 +18,17 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
 from fledge.train.optim import MasterOptimizer
 from fledge.train.row_pass import Objective
-from fledge.train.stopwatch import DATA, DRAFT, OPTIMIZER, PARTS, TARGET, Stopwatch
-from fledge.train.trainer import Run, Schedule, with_features
+from fledge.train.trainer import (
+    DATA,
+    DRAFT,
+    OPTIMIZER,
+    PARTS,
+    TARGET,
+    Run,
+    Schedule,
+    Stopwatch,
+    with_features,
+)  # fmt: skip
 from fledge.types import Features, Packed
 from support.files import metrics_of
 from support.rows import document, row_of

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +21,20 @@ import torch
 from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.ops.device import to_device
-from fledge.targets.source import FeatureSource, LiveFeatures
+from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
 from fledge.train.feed import AFTER, BEFORE, Deliveries, deliveries_of_step
 from fledge.train.objective import ttt_queued
 from fledge.train.optim import MasterOptimizer, learning_rate
 from fledge.train.ranks import ALONE, Ranks
 from fledge.train.row_pass import Implementation, Objective
-from fledge.train.stopwatch import DRAFT, OPTIMIZER, TARGET, Stopwatch
 from fledge.types import Features, Packed, RowSums
 
 if TYPE_CHECKING:
     from fledge.train.checkpoint import RunDirectory
+
+# waiting for rows; the target's pass, or waiting for features; forward pass, loss and backward pass; the sum of
+# gradients over ranks, and the update
+DATA, TARGET, DRAFT, OPTIMIZER = PARTS = ("data", "target", "draft", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -372,3 +376,60 @@ def with_features(
         torch.cuda.current_stream(device).wait_stream(stream)
         upcoming = start_next()
         yield current.pop()  # `pop` leaves no reference to the features here
+
+
+class Stopwatch:
+    """Measures the seconds of a step's parts on a device. A part lasts from `begin` to the next `begin` or to `end`,
+    and may occur several times in a step. `others` holds the seconds of parts outside of the steps.
+
+    On a GPU, launches are asynchronous, and only the device knows when a part began: each mark is a CUDA event on the
+    stream that trains. `read` reads the events after the step, when the step has already waited for the device, so
+    measuring adds no synchronization. A part is the time in which the training stream worked or waited: where the
+    target runs ahead on another stream, `target` is only the draft's wait for the target, and a delay of the host
+    counts in the delayed part.
+    """
+
+    def __init__(self, device: torch.device):
+        self.others: dict[str, float] = {}
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[tuple[str | None, torch.cuda.Event | float]] = []
+
+    def begin(self, part: str) -> None:
+        self._marks.append((part, self._now()))
+
+    def end(self) -> None:
+        """Ends the last part. Must be called before waiting for the device, and `read` after waiting."""
+        self._marks.append((None, self._now()))
+
+    def read(self) -> dict[str, float]:
+        """The seconds of each of PARTS since the last `read`."""
+        marks, self._marks = self._marks, []
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for (part, start), (_, end) in pairwise(marks):
+            if part is not None:
+                seconds[part] += end - start if self._stream is None else start.elapsed_time(end) / 1e3
+        return seconds
+
+    @contextmanager
+    def outside(self, part: str) -> Iterator[None]:
+        """Context manager: adds the seconds of a block between two steps to the part in `others`."""
+        start = time.perf_counter()
+        yield
+        self.others[part] = self.others.get(part, 0.0) + time.perf_counter() - start
+
+    def rows(self, rows: RowIterator) -> Iterator:
+        """Yields the same rows. The wait for a row counts as `data`, and the time after a row arrives as `target`."""
+        while True:
+            self.begin(DATA)
+            row = next(rows, None)
+            self.begin(TARGET)
+            if row is None:
+                return
+            yield row
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
