@@ -37,7 +37,7 @@ from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.states.cache import FeatureCache
 from fledge.states.layout import PRECISIONS, Layout
-from fledge.states.source import DiskFeatures, HostBuffer
+from fledge.states.source import DiskFeatures
 from fledge.train.objective import Implementation, Objective, ttt_queued
 from fledge.train.setup.target import set_up_process
 from fledge.train.trainer import with_features
@@ -170,13 +170,13 @@ def read_speed(source: DiskFeatures, rows: Rows, options: argparse.Namespace, ca
 def parts(source: DiskFeatures, row: Packed, options: argparse.Namespace) -> dict[str, float]:
     """The parts of reading a row, each by itself: milliseconds, the median of some repeats."""
     layout = source.reader.layout(row)
-    host, buffer = memoryview(bytearray(layout.bytes)), HostBuffer(layout.bytes, source.device)
+    host = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
 
     def median_ms(work: Callable[[], object], device: str = "cpu") -> float:
         return 1e3 * statistics.median([seconds(work, device) for _ in range(1 + REPEATS)][1:])
 
-    read = median_ms(lambda: source.reader.read(row, layout, host))
-    copy = median_ms(lambda: buffer.on(source.device, layout.bytes), options.device)
+    read = median_ms(lambda: source.reader.read(row, layout, memoryview(host.numpy())))
+    copy = median_ms(lambda: host.to(source.device, non_blocking=True), options.device)
     decode = median_ms(lambda: source.features(replace(row, sources=())), options.device)
     return {"mb": layout.bytes / 1e6, "read_ms": read, "copy_ms": copy, "decode_ms": decode}
 

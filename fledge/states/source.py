@@ -13,9 +13,8 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -42,14 +41,6 @@ def rows_ahead(rows: RowIterator, count: int, ask: Callable[[Packed], None]) -> 
     yield from upcoming
 
 
-class StagedRow(NamedTuple):
-    """A row whose stored features are in host memory."""
-
-    row: Packed
-    layout: RowLayout
-    buffer: HostBuffer
-
-
 class DiskFeatures:
     """A `FeatureSource` of the given layers, from a cache. `logits` computes the teacher's logits; `device` and `dtype`
     are the device and dtype of the features.
@@ -57,10 +48,10 @@ class DiskFeatures:
     Final states are zeros for tokens whose final state is not stored. Raises ValueError for layers that the cache does
     not have.
 
-    Rows go through ROWS_AHEAD buffers in host memory, in stored form (fp8 takes half of the features' memory): a thread
-    fills a buffer while the draft trains on earlier rows, and `features` copies the buffer to the device, decodes the
-    copy, and lets the thread fill the buffer again. One thread reads several times as fast as a training step needs;
-    more threads are faster still, but take Python's lock from the thread that queues the step's kernels.
+    A thread reads the next ROWS_AHEAD rows into host memory, in stored form (fp8 takes half of the features' memory),
+    while the draft trains on earlier rows, and `features` copies a row to the device and decodes the copy. One thread
+    reads several times as fast as a training step needs; more threads are faster still, but take Python's lock from the
+    thread that queues the step's kernels.
     """
 
     def __init__(
@@ -77,27 +68,19 @@ class DiskFeatures:
         self.columns = [known.index(i) for i in layers]
         read = [name for name in cache.layout.tensors(0, 0) if self.columns or name == LAST]
         self.reader = RowReader(cache, read)
-        self._free: SimpleQueue[HostBuffer | None] = SimpleQueue()  # buffers that no row is read into
-        self._ahead: dict[int, Future[StagedRow]] = {}  # by the id of the row, in the order of the rows
+        self._ahead: dict[int, tuple[Packed, Future[StoredRow]]] = {}  # by the id of the row
 
     def ahead(self, rows: RowIterator) -> RowIterator:
-        """Yields rows unchanged; all rows must have the same length. A thread reads the next ROWS_AHEAD rows from the
-        disk in advance. Ask for the features of rows in the order of the rows; rows may be left out. The thread ends
-        when the generator is closed."""
-        if (first := next(rows, None)) is None:
-            return
-        self._free = SimpleQueue()
-        for _ in range(ROWS_AHEAD):
-            self._free.put(self._buffer(first))
+        """Yields the same rows. A thread reads the next ROWS_AHEAD rows from the disk in advance, and keeps a row in
+        memory until its features are asked for or the generator is closed, which ends the thread."""
         with ThreadPoolExecutor(1) as reader:
 
             def read(row: Packed) -> None:
-                self._ahead[id(row)] = reader.submit(self._read_when_free, row)
+                self._ahead[id(row)] = row, reader.submit(self._read, row)
 
             try:
-                yield from rows_ahead(itertools.chain([first], rows), ROWS_AHEAD, read)
+                yield from rows_ahead(rows, ROWS_AHEAD, read)
             finally:
-                self._free.put(None)  # ends the wait of the thread
                 self._ahead.clear()
                 reader.shutdown(wait=True, cancel_futures=True)
 
@@ -105,15 +88,13 @@ class DiskFeatures:
         """The features of a packed row whose `sources` are documents of the cache. A row without sources (a trial row,
         to measure the memory of a training step) gets zeros, through the same steps and in as much memory. Raises
         ValueError for shards that are missing, truncated, damaged or of other features."""
-        if (staged := self._read_ahead(row)) is not None:
-            features = self._decode(row, staged.layout, staged.buffer.on(self.device, staged.layout.bytes))
-            self._free.put(staged.buffer)
-            return features
-        if row.sources:
-            _, layout, buffer = self._read(row, self._buffer(row))
-            return self._decode(row, layout, buffer.on(self.device, layout.bytes))
-        layout = self.reader.layout(row)
-        return self._decode(row, layout, torch.zeros(layout.bytes, dtype=torch.uint8, device=self.device))
+        if not row.sources:
+            layout = self.reader.layout(row)
+            return self._decode(row, layout, torch.zeros(layout.bytes, dtype=torch.uint8, device=self.device))
+        _, read = self._ahead.pop(id(row), (row, None))
+        layout, stored = read.result() if read else self._read(row)
+        # torch gives pinned memory to another row only after this copy
+        return self._decode(row, layout, stored.to(self.device, non_blocking=True))
 
     def _decode(self, row: Packed, layout: RowLayout, stored: Tensor) -> Features:
         """The features of a row from the stored bytes on the device. Nothing here waits for the device."""
@@ -127,35 +108,15 @@ class DiskFeatures:
         last_TD[to_device([layout.last_P], self.device)[0]] = tensors[LAST].to(self.dtype)
         return Features(aux_TAD, last_TD)
 
-    def _buffer(self, row: Packed) -> HostBuffer:
-        """A buffer for rows of the length of `row`."""
-        tokens = row.token_T.numel()
-        return HostBuffer(place(self.cache.layout, self.reader.names, tokens, tokens)[1], self.device)
-
-    def _read(self, row: Packed, buffer: HostBuffer) -> StagedRow:
-        """Reads a row into a buffer."""
-        layout = self.reader.layout(row)
-        assert layout.bytes <= buffer.bytes.numel(), "rows have one length"
-        self.reader.read(row, layout, memoryview(buffer.bytes.numpy()))
-        return StagedRow(row, layout, buffer)
-
-    def _read_when_free(self, row: Packed) -> StagedRow:
-        """Reads a row as soon as a buffer is free."""
-        if (buffer := self._free.get()) is None:
-            raise CancelledError
-        buffer.wait_for_copy()
-        return self._read(row, buffer)
-
-    def _read_ahead(self, row: Packed) -> StagedRow | None:
-        """The staged row, if the row was read ahead, else None. Frees the buffers of earlier rows, which were
-        skipped."""
-        if id(row) in self._ahead:
-            for key in list(self._ahead):
-                staged = self._ahead.pop(key).result()
-                if staged.row is row:
-                    return staged
-                self._free.put(staged.buffer)
-        return None
+    def _read(self, row: Packed) -> StoredRow:
+        """Reads a row into host memory; pinned memory if the device is a GPU, for a copy that does not wait."""
+        layout, tokens = self.reader.layout(row), row.token_T.numel()
+        # as much for all rows of a length, so that torch can use the memory of earlier rows again
+        _, size = place(self.cache.layout, self.reader.names, tokens, tokens)
+        with current_device(self.device):  # pinning would initialize the first GPU
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.reader.read(row, layout, memoryview(memory.numpy()))
+        return layout, memory[: layout.bytes]
 
 
 class Extent(NamedTuple):
@@ -178,6 +139,9 @@ class RowLayout:
     last_P: Tensor
     kept: Sequence[int]
     ranges: Sequence[tuple[int, int]]
+
+
+StoredRow = tuple[RowLayout, Tensor]  # the layout, and the stored bytes in host memory, uint8 [bytes]
 
 
 class RowReader:
@@ -247,26 +211,3 @@ def _fill(f: BinaryIO, into: memoryview) -> None:
         if not (count := f.readinto(into)):
             raise ValueError(f"{f.name} is truncated: it was changed while it was read; write it again")
         into = into[count:]
-
-
-class HostBuffer:
-    """Memory of the host for the bytes of a row, uint8 [size]; pinned if the device is a GPU, for copies that do not
-    wait."""
-
-    def __init__(self, size: int, device: torch.device):
-        gpu = device.type == "cuda"
-        with current_device(device):  # pinning would initialize the first GPU
-            self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=gpu)
-            self._copied = torch.cuda.Event(blocking=True) if gpu else None
-
-    def on(self, device: torch.device, size: int) -> Tensor:
-        """The first `size` bytes on a device. The copy is queued on the current stream; the CPU needs no copy."""
-        copy = self.bytes[:size].to(device, non_blocking=True)
-        if self._copied:
-            self._copied.record(torch.cuda.current_stream(device))
-        return copy
-
-    def wait_for_copy(self) -> None:
-        """Waits until the last copy is done. The bytes may be overwritten afterwards."""
-        if self._copied:
-            self._copied.synchronize()
