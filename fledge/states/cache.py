@@ -19,9 +19,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from fledge.data.documents import Document, fingerprint, lengths_of
 from fledge.data.record import Record
 from fledge.io.fields import check_template_kwargs, parse_json, read_json, shortened
 from fledge.io.files import TEMPORARY, replace_file, replace_parts, replace_text
+from fledge.options import has_type
 from fledge.states.layout import HEADER_BYTES, PRECISIONS, Layout, Sizes
 
 T = TypeVar("T")
@@ -77,8 +79,8 @@ class Manifest:
     target_layers: int
     tokenizer_sha256: str
     template_sha256: str | None
-    template_kwargs: dict[str, Any] | None
-    template_modes: list[dict[str, Any]] = field(default_factory=list)
+    template_kwargs: dict | None
+    template_modes: list[dict] = field(default_factory=list)
     data: list[str]
     data_sha256: str
     max_length: int
@@ -271,7 +273,7 @@ def _read_manifest(path: Path) -> Manifest:
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')!r:.20}, and this version reads format {FORMAT}")
         manifest = Manifest(**content)
-        if wrong := next((name for name, fine in _checks(manifest).items() if not fine), None):
+        if wrong := _wrong_field(manifest):
             raise ValueError(f"the value of {wrong} is not valid")
         for mode in (manifest.template_kwargs or {}, *manifest.template_modes):
             check_template_kwargs(mode, "template_kwargs")
@@ -280,25 +282,19 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _checks(manifest: Manifest) -> dict[str, bool]:
-    """Whether the values of a manifest have the right types and fit together, by field."""
-    kinds = {"int": int, "str": str, "bool": bool, "list[str]": list, "list[int]": list, "list[list[int]]": list}
-    found = {f.name: type(getattr(manifest, f.name)) is kinds[str(f.type)] for f in fields(Manifest) if f.type in kinds}
-    if not all(found.values()):
-        return found
-    shards, modes = manifest.shards, manifest.template_modes
-    pairs = all(isinstance(s, list) and len(s) == 2 and all(type(i) is int for i in s) for s in shards)
-    consecutive = (
-        pairs and [a for a, _ in shards] == [0, *(b for _, b in shards)][:-1] and all(a < b for a, b in shards)
-    )
-    return {
+def _wrong_field(manifest: Manifest) -> str | None:
+    """The name of a field whose value has a wrong type, or does not fit the other values; None if there is none."""
+    kinds = get_type_hints(Manifest)
+    if wrong := next((name for name, kind in kinds.items() if not has_type(kind, getattr(manifest, name))), None):
+        return wrong
+    ends = [0, *(shard[-1] for shard in manifest.shards if shard)]
+    fits = {
         "precision": manifest.precision in PRECISIONS,
-        "shards": bool(shards) and consecutive and shards[-1][1] == manifest.documents,
-        "layers": all(type(i) is int for i in manifest.layers),
+        "shards": manifest.shards == [[a, b] for a, b in pairwise(ends) if a < b],
+        "documents": manifest.documents == ends[-1] > 0,
         **{name: getattr(manifest, name) > least for name, least in (("width", 0), ("tokens", 0), ("max_length", 2))},
-        "template_kwargs": isinstance(manifest.template_kwargs, dict | None),
-        "template_modes": isinstance(modes, list) and all(isinstance(mode, dict) for mode in modes),
     }
+    return next((name for name, fine in fits.items() if not fine), None)
 
 
 def _entries(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Any]:

@@ -195,24 +195,20 @@ class RunDirectory:
         return read_consistent(self.checkpoint, self._progress)
 
     def load_tensors(self, tensors: dict[str, Tensor], ranks: Ranks = ALONE) -> None:
-        """Reads the tensors of the last complete checkpoint into `tensors`. The placement on ranks may differ from the
-        placement when saved. Raises ValueError if a tensor is missing, or has another shape."""
-
-        def read(checkpoint: Path) -> None:
-            reader = HuggingFaceStorageReader(str(checkpoint / STATE))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                try:
-                    with ranks.collective("while a checkpoint was read"):
-                        dcp.load(tensors, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.size == 1)
-                except RankError:
-                    raise
-                except CheckpointException as e:
-                    raise self.damage_error(_first_failure(e)) from e
-                except (RuntimeError, ValueError, KeyError, OSError) as e:
-                    raise self.damage_error(f"{type(e).__name__}: {e}") from e
-
-        read_consistent(self.checkpoint, read)
+        """Reads the tensors of the checkpoint into `tensors`, in a locked directory. The placement on ranks may differ
+        from the placement when saved. Raises ValueError if a tensor is missing, or has another shape."""
+        reader = HuggingFaceStorageReader(str(self.checkpoint / STATE))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            try:
+                with ranks.collective("while a checkpoint was read"):
+                    dcp.load(tensors, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.size == 1)
+            except RankError:
+                raise
+            except CheckpointException as e:
+                raise self.damage_error(_first_failure(e)) from e
+            except (RuntimeError, ValueError, KeyError, OSError) as e:
+                raise self.damage_error(f"{type(e).__name__}: {e}") from e
 
     def _progress(self, checkpoint: Path) -> dict[str, Any] | None:
         if not checkpoint.exists():
