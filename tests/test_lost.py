@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from fledge.train.hooks import Interruption
+from fledge.train.hooks import Signals
 from fledge.train.ranks import ALONE, LostRankError, Ranks, is_communication_error
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4317")
@@ -35,11 +35,11 @@ def test_sigterm_does_not_end_a_rank_before_it_has_told_of_the_lost_rank() -> No
             raise GLOO
         os.kill(os.getpid(), signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with pytest.raises(LostRankError, match="while a checkpoint was saved"), Interruption(print, lambda: None):
+        with pytest.raises(LostRankError, match="while a checkpoint was saved"), Signals(print).around(None):
             raise LostRankError("another of 2 ranks ended while a checkpoint was saved")
         os.kill(os.getpid(), signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with pytest.raises(ValueError, match="damaged"), Interruption(print, lambda: None):
+        with pytest.raises(ValueError, match="damaged"), Signals(print).around(None):
             raise ValueError("row 3 is damaged")
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "after another error"
     finally:

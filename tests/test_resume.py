@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from fledge.targets.compatibility import resolve_layers
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.hooks import Checkpoints, Drafts, Interruption, MetricsFile
+from fledge.train.hooks import Checkpoints, Drafts, MetricsFile, Signals
 from fledge.train.optim import MasterOptimizer
 from fledge.train.row_pass import Objective
 from fledge.train.trainer import Hook, Run, Schedule, StepResult
@@ -454,7 +455,7 @@ def test_a_second_ctrl_c_in_a_step_stops_at_once(tmp_path, fledge, monkeypatch):
 def test_handlers_that_python_did_not_install_become_the_default(monkeypatch: pytest.MonkeyPatch):
     handlers: list[object] = []
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
-    with Interruption(print, lambda: None):
+    with Signals(print).around(None):
         before = len(handlers)
     assert handlers[before:] == [signal.SIG_DFL] * before
 
@@ -462,7 +463,8 @@ def test_handlers_that_python_did_not_install_become_the_default(monkeypatch: py
 def test_an_interruption_is_reported_from_another_thread():
     """The signal may arrive while the main thread writes a line, and a stream does not allow a write within a write."""
     told, stopped = [], []
-    with Interruption(lambda line: told.append((line, threading.current_thread())), lambda: stopped.append(True)):
+    run = SimpleNamespace(stop=lambda: stopped.append(True))
+    with Signals(lambda line: told.append((line, threading.current_thread()))).around(run):
         send(signal.SIGINT)
         assert stopped == [True]
     ((line, thread),) = told

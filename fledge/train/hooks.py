@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 from fledge.drafts.draft import Draft
@@ -91,20 +90,68 @@ class MetricsFile(Hook):
 
 
 class Signals(Hook):
-    """Lets signals stop the run (`Interruption`), and calls `say` with messages about signals. Comes first among the
-    hooks, so that the block around the run also covers the ends of the other hooks."""
+    """SIGINT (Ctrl-C), SIGTERM and SIGHUP stop the run instead of ending the process. Comes first among the hooks, so
+    that the block around the run also covers the ends of the other hooks.
+
+    A second SIGINT raises KeyboardInterrupt, unless it arrives within `saving`. A second SIGTERM or SIGHUP has no
+    effect, since process managers often send a signal twice. If the first signal also ended Triton's assembler, the
+    block raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if SIGHUP was ignored before, as
+    under nohup. After a block that raised LostRankError, SIGTERM is ignored: torchrun sends SIGTERM before this rank
+    has printed the error. `say` is called with a message for each handled signal, from a thread: a signal handler may
+    run in the middle of a print.
+    """
 
     def __init__(self, say: Callable[[str], None]):
         self.say = say
+        self._requested = self._saving = False
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        with Interruption(self.say, run.stop) as self._interruption:
-            yield
+        def handle(number: int, _frame: object) -> None:
+            if not self._requested:
+                self._requested = True
+                run.stop()
+                self._lines.put(STOPPING)
+            elif number == signal.SIGINT and self._saving:
+                self._lines.put(SAVING)
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Context manager in which a second Ctrl-C does not raise."""
-        return self._interruption.saving()
+        printer = threading.Thread(target=self._print_lines, daemon=True)
+        printer.start()
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            caught.append(signal.SIGHUP)
+        previous = {s: signal.signal(s, handle) for s in caught}
+        try:
+            yield
+        except LostRankError:
+            previous[signal.SIGTERM] = signal.SIG_IGN
+            raise
+        except Exception as e:
+            if self._requested and is_assembler_error(e):
+                raise KeyboardInterrupt from e
+            raise
+        finally:
+            for s, handler in previous.items():
+                # None: the handler was not installed from Python, and cannot be put back
+                signal.signal(s, signal.SIG_DFL if handler is None else handler)
+            self._lines.put(None)
+            printer.join()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within this block, a second Ctrl-C does not raise."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False
+
+    def _print_lines(self) -> None:
+        for line in iter(self._lines.get, None):
+            self.say(line)
 
 
 class Checkpoints(Hook):
@@ -136,64 +183,3 @@ class Checkpoints(Hook):
         state, progress = run.optimizer.state(), vars(run.progress)
         with run.watch.outside("save"):
             run.directory.save_checkpoint(run.draft, run.save_dtype, state, progress, run.ranks)
-
-
-class Interruption:
-    """A context manager in which SIGINT (Ctrl-C), SIGTERM and SIGHUP call `stop` instead of ending the process.
-
-    A second SIGINT raises KeyboardInterrupt, unless it arrives within `saving`. A second SIGTERM or SIGHUP has no
-    effect, since process managers often send a signal twice. If the first signal also ended Triton's assembler, the
-    block raises KeyboardInterrupt in place of Triton's error. SIGHUP stays ignored if SIGHUP was ignored before, as
-    under nohup. After a block that raised LostRankError, SIGTERM is ignored: torchrun sends SIGTERM before this rank
-    has printed the error. `say` is called with a message for each handled signal, from a thread: a signal handler may
-    run in the middle of a print.
-    """
-
-    def __init__(self, say: Callable[[str], None], stop: Callable[[], None]):
-        self.stop = stop
-        self._requested = False
-        self._saving = False
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._printer = threading.Thread(target=self._print_lines, args=(say,), daemon=True)
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Within this block, a second Ctrl-C does not raise."""
-        self._saving = True
-        try:
-            yield
-        finally:
-            self._saving = False
-
-    def __enter__(self) -> Interruption:
-        self._printer.start()
-        caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            caught.append(signal.SIGHUP)
-        self._previous = {s: signal.signal(s, self._handle) for s in caught}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for s, handler in self._previous.items():
-            if s == signal.SIGTERM and isinstance(error, LostRankError):
-                handler = signal.SIG_IGN
-            # None: the handler was not installed from Python, and cannot be put back
-            signal.signal(s, signal.SIG_DFL if handler is None else handler)
-        self._lines.put(None)
-        self._printer.join()
-        if self._requested and is_assembler_error(error):
-            raise KeyboardInterrupt from error
-
-    def _handle(self, number: int, _frame: object) -> None:
-        if not self._requested:
-            self._requested = True
-            self.stop()
-            self._lines.put(STOPPING)
-        elif number == signal.SIGINT and self._saving:
-            self._lines.put(SAVING)
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-    def _print_lines(self, say: Callable[[str], None]) -> None:
-        for line in iter(self._lines.get, None):
-            say(line)

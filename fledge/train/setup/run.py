@@ -19,7 +19,7 @@ from fledge.io.files import existing_parent
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import BEFORE, feed
-from fledge.train.hooks import Evaluate, Interruption
+from fledge.train.hooks import Evaluate, Signals
 from fledge.train.memory import CPU_SLOTS, WARM_UP_TOKENS, Trial, candidates, choose, resize_row
 from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
@@ -239,7 +239,7 @@ def feed_draft(run: Run, evaluate: Evaluate | None = None) -> None:
     run.ranks.meet(BEFORE, None)
     with run.ranks.collective(BEFORE):
         run.progress = run.ranks.from_first(run.progress)
-    with Interruption(lambda line: None, run.stop):
+    with Signals(lambda line: None).around(run):
         feed(run, run.schedule.steps, evaluate)
 
 
