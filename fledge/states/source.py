@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -119,15 +119,6 @@ class DiskFeatures:
         return layout, memory[: layout.bytes]
 
 
-class Extent(NamedTuple):
-    """`size` bytes of a row, from the row's byte `start` on, stored in a shard's file from byte `offset` on."""
-
-    start: int
-    size: int
-    shard: int
-    offset: int
-
-
 @dataclass(frozen=True)
 class RowLayout:
     """How the stored features of a row lie in its `bytes` bytes (`place`): `tensors`, as in a shard. `last_P` are the
@@ -163,7 +154,7 @@ class RowReader:
         other features."""
         extents = list(self._extents(row, layout))
         with contextlib.ExitStack() as stack:
-            files = {shard: stack.enter_context(self._open(shard)) for shard in {e.shard for e in extents}}
+            files = {shard: stack.enter_context(self._open(shard)) for shard in {shard for _, _, shard, _ in extents}}
             if hasattr(os, "posix_fadvise"):  # announces all reads, so that a disk gets many requests at a time
                 for _, size, shard, offset in extents:
                     os.posix_fadvise(files[shard].fileno(), offset, size, os.POSIX_FADV_WILLNEED)
@@ -171,7 +162,9 @@ class RowReader:
                 files[shard].seek(offset)
                 _fill(files[shard], into[start : start + size])
 
-    def _extents(self, row: Packed, layout: RowLayout) -> Iterator[Extent]:
+    def _extents(self, row: Packed, layout: RowLayout) -> Iterator[tuple[int, int, int, int]]:
+        """(start, size, shard, offset): `size` bytes of a row, from the row's byte `start` on, are stored in a shard's
+        file from byte `offset` on."""
         places = [self._places[document] for document in row.sources]
         starts = list(itertools.accumulate(layout.kept, initial=0))
         for name, (first, dtype, shape) in layout.tensors.items():
@@ -181,7 +174,7 @@ class RowReader:
             ):
                 before, at, count = (last, p, kept) if name == LAST else (tokens, a, b - a)
                 offset = self._offsets(shard)[name] + before * width
-                yield Extent(first + at * width, count * width, shard, offset)
+                yield first + at * width, count * width, shard, offset
 
     def _open(self, shard: int) -> BinaryIO:
         try:
