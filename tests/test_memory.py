@@ -16,7 +16,7 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft
 from fledge.ops.loss import KINDS
 from fledge.train import trainer
-from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, resize_row
+from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, warm_up_row
 from fledge.train.objective import simulate_decoding
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup import run
@@ -32,19 +32,12 @@ from support.targets import tiny_target_directory
 ROW = row_of([document(4096, (0, 4096))])
 
 
-def test_a_row_resized() -> None:
-    """A shorter row is the row's beginning, with as large a supervised part as the whole row."""
-    row = row_of([document(5, (4, 5)), document(7, (2, 5), (5, 7))], filler=2)
-    short = resize_row(row, 8)
-    assert torch.equal(short.token_T, row.token_T[:8]) and torch.equal(short.position_T, row.position_T[:8])
-    assert short.span_T.tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
-    assert resize_row(row, 31) is row
-
-
-def test_a_row_made_shorter_has_live_slots() -> None:
-    """A shortened row has a live slot, however few tokens are supervised, so that a step over it does all its work."""
-    row = row_of([document(4096, (4000, 4001))])
-    assert resize_row(row, 256).live(1)[0].numel() == 1
+def test_the_first_row_that_is_run_has_live_slots() -> None:
+    """However few tokens are supervised, a step over the short row does all its work."""
+    row = row_of([document(4, (3, 4)), document(4092, (4000, 4001))])
+    short = warm_up_row(row)
+    assert torch.equal(short.token_T, row.token_T[:128]) and torch.equal(short.position_T, row.position_T[:128])
+    assert short.live(1)[0].numel() == 128 - 2 * 2
 
 
 def test_the_heaviest_rows() -> None:
@@ -127,12 +120,8 @@ def test_measured_memory(device: Device) -> None:
     assert device.trial(2).measure(Implementation(slots=4)) == (50 + 3 * 4096 * 4 + 12 * 10 + 4 * 10,) * 2
     for rows_per_step in (1, 2):  # the update already includes the gradient sum
         assert device.trial(rows_per_step).measure(Implementation(slots=0)) == (50 + 6 * 10 + 12 * 10,) * 2
-    assert (
-        Trial(device.draft, [resize_row(ROW, 128), ROW, resize_row(ROW, 500)], device.step).measure(
-            Implementation(slots=1)
-        )
-        == (50 + 3 * 4096 + 12 * 10,) * 2
-    )
+    several = Trial(device.draft, [warm_up_row(ROW), ROW, warm_up_row(ROW)], device.step)
+    assert several.measure(Implementation(slots=1)) == (50 + 3 * 4096 + 12 * 10,) * 2
     device.apart = 7
     assert trial.measure(Implementation(slots=1)) == (50 + 3 * 4096 + 12 * 10,) * 2
     assert trial.measure(Implementation(slots=1, prefetch=True)) == (50 + 3 * 4096 + 12 * 10, 57 + 3 * 4096 + 12 * 10)

@@ -90,15 +90,10 @@ def choose(trial: Trial, candidates: Sequence[Implementation], available: int) -
     )
 
 
-def resize_row(row: Packed, tokens: int) -> Packed:
-    """The first `tokens` tokens of a row. The same share of tokens as in the whole row is supervised, at the start of
-    the row, but at least 3 tokens, which give a live slot."""
-    if tokens >= row.token_T.numel():
-        return row
-    token, position, doc = row.token_T[:tokens], row.position_T[:tokens], row.doc_T[:tokens]
-    share = (row.span_T >= 0).float().mean().item()
-    span = torch.where(torch.arange(tokens) < max(share * tokens, 3), doc, -1)
-    return Packed(token, span, position, doc)
+def warm_up_row(row: Packed) -> Packed:
+    """The first WARM_UP_TOKENS tokens of a row, all supervised, so that a step on them does all its work."""
+    token, position, doc = (x[:WARM_UP_TOKENS] for x in (row.token_T, row.position_T, row.doc_T))
+    return Packed(token, doc, position, doc)
 
 
 def candidates(impl: Implementation, *, slots: int | None, activations: str) -> list[Implementation]:

@@ -20,7 +20,7 @@ from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import BEFORE, feed
 from fledge.train.hooks import Evaluate, Signals
-from fledge.train.memory import CPU_SLOTS, WARM_UP_TOKENS, Trial, candidates, choose, resize_row
+from fledge.train.memory import CPU_SLOTS, Trial, candidates, choose, warm_up_row
 from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
 from fledge.train.ranks import LostRankError, Ranks
@@ -79,7 +79,7 @@ def choose_implementation(
         return asked[0]
     trial = _trial(draft, rows, source, schedule, ranks)
     # a small step first: the trials then do not measure the memory of lazy initialization
-    trial.step(resize_row(trial.rows[0], WARM_UP_TOKENS), asked[-1])
+    trial.step(warm_up_row(trial.rows[0]), asked[-1])
     draft.zero_grad(set_to_none=True)
     free, _ = torch.cuda.mem_get_info(draft.device)
     available = free + torch.cuda.memory_reserved(draft.device)
