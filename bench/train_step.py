@@ -30,9 +30,9 @@ from fledge.config import DraftConfig
 from fledge.drafts.registry import new_draft
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
-from fledge.train.memory import SMALL_CHUNK
 from fledge.train.objective import ttt_queued
 from fledge.train.row_pass import Implementation, Objective
+from fledge.train.setup.run import SMALL_CHUNK
 from fledge.train.trainer import with_features
 from fledge.types import Packed
 

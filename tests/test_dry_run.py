@@ -19,8 +19,8 @@ from rich.console import Console
 
 import fledge as package
 from fledge.io.display import ProgressDisplay, ResultPrinter
-from fledge.train.memory import DoesNotFit
 from fledge.train.setup import dry_run, launch
+from fledge.train.setup.run import DoesNotFit
 from support.chats import tiny_chats
 from support.commands import TESTS, Ran
 from support.files import metrics_of

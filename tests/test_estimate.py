@@ -17,10 +17,9 @@ from fledge.drafts.registry import new_draft
 from fledge.targets.distributed import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.memory import UPDATE_BYTES
 from fledge.train.row_pass import Implementation
 from fledge.train.setup.estimate import Machine, Work, memory_parts, step_bytes
-from fledge.train.setup.run import disk_space
+from fledge.train.setup.run import UPDATE_BYTES, disk_space
 from support.chats import tiny_chats
 from support.targets import tiny_target, tiny_target_directory
 

@@ -16,10 +16,10 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft
 from fledge.ops.loss import KINDS
 from fledge.train import trainer
-from fledge.train.memory import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, warm_up_row
 from fledge.train.objective import simulate_decoding
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup import run
+from fledge.train.setup.run import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, warm_up_row
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran

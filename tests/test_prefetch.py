@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fledge.train import memory, trainer
+from fledge.train import trainer
 from fledge.train.setup import run
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
@@ -148,7 +148,7 @@ def test_training_is_the_same(fledge, tmp_path, monkeypatch: pytest.MonkeyPatch)
     target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 200)
     found = []
     for one_ahead in (False, True):
-        monkeypatch.setattr(memory, "CANDIDATES", ((1024, False, one_ahead),))
+        monkeypatch.setattr(run, "CANDIDATES", ((1024, False, one_ahead),))
         ran: Ran = fledge(
             "train", "--target", target, "--data", chats, "--out", tmp_path / str(one_ahead), "--steps", 6,
             "--rows-per-step", 2, "--max-length", 128, "--eval-every", 2, "--eval-tokens", 8,

@@ -25,7 +25,6 @@ from fledge.targets.distributed import target_bytes
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import AFTER, feed
-from fledge.train.memory import USABLE_FRACTION, DoesNotFit
 from fledge.train.objective import Implementation, Objective
 from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
 from fledge.train.setup.data import check_files, pack_rows, total_memory, training_data
@@ -35,7 +34,14 @@ from fledge.train.setup.launch import check_ranks, needs_processes, run_ranks, s
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.recipe_file import complete_options, resolve_recipe
-from fledge.train.setup.run import choose_implementation, disk_space, implementations, make_schedule
+from fledge.train.setup.run import (
+    USABLE_FRACTION,
+    DoesNotFit,
+    choose_implementation,
+    disk_space,
+    implementations,
+    make_schedule,
+)
 from fledge.train.setup.target import plan_target, prepare_shared_target, quantization_note, reads_features_only
 from fledge.train.trainer import Run, Schedule, optimizer_step, upcoming_rows
 

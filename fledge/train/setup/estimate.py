@@ -13,9 +13,9 @@ from fledge.ops.training import GradientSums
 from fledge.targets.distributed import TargetBytes, model_bytes
 from fledge.targets.transformers import PASS_TOKENS
 from fledge.train.feed import AHEAD
-from fledge.train.memory import GRADIENT_SUM_BYTES, UPDATE_BYTES, USABLE_FRACTION
 from fledge.train.optim import state_bytes
 from fledge.train.row_pass import Implementation
+from fledge.train.setup.run import GRADIENT_SUM_BYTES, UPDATE_BYTES, USABLE_FRACTION
 
 EAGER_SCORES = 8  # bytes per attention score that plain torch keeps
 EAGER_LOGITS = 6  # float32 copies of a tile's logits that the plain loss makes
