@@ -89,9 +89,9 @@ def measure(options: argparse.Namespace) -> dict:
     from fledge.data.pack import Rows
     from fledge.data.template import ChatTemplate
     from fledge.data.token_cache import DataRequest, load_data
-    from fledge.data.vocab import choose_vocabulary
     from fledge.io.display import ProgressDisplay
     from fledge.targets.loading import load_target
+    from fledge.train.setup.draft import choose_vocabulary
 
     target = load_target(options.target, device="cpu")
     target.tokenizer.chat_template = target.tokenizer.chat_template or CHAT

@@ -149,8 +149,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "report/decoding.py": ("eval",),
     "states/writer.py": ("features",),
     "states/source.py": ("train",),
-    **{f"states/{file.name}": ("train", "features") for file in (ROOT / "states").glob("vllm_*")},
-    "data/vocab.py": ("train",),
+    **{f"states/{file.name}": ("train", "features") for file in (ROOT / "states").glob("vllm*")},
     # the others load no target
     "targets/loading.py": tuple(c for c in COMMON if c not in ("export", "serve", "push", "report", "inspect")),
     "data/template.py": ("train", "generate", "eval", "regenerate"),

@@ -19,7 +19,7 @@ from fledge.data.record import Record
 from fledge.data.spans import training_documents
 from fledge.data.template import ChatTemplate
 from fledge.data.tokenize import make_documents
-from fledge.data.vocab import choose_vocabulary
+from fledge.train.setup.draft import choose_vocabulary
 from support.rows import live_by_definition
 from support.targets import tiny_tokenizer
 

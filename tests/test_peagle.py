@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fledge.data.documents import Document
-from fledge.data.vocab import choose_mask_token
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config, save_draft
@@ -29,6 +28,7 @@ from fledge.targets.transformers import TransformersTarget
 from fledge.train.objective import ttt
 from fledge.train.plan import DropTokens
 from fledge.train.row_pass import Implementation, Objective
+from fledge.train.setup.draft import choose_mask_token
 from fledge.types import Packed, Sampling
 from support.decoding import SAMPLINGS, assert_same, both, fit_head, prompts, spoken
 from support.devices import needs_triton, on_device

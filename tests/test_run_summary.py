@@ -13,9 +13,9 @@ import torch
 
 from fledge import __version__
 from fledge.data.documents import Document
-from fledge.data.vocab import missing_from
 from fledge.drafts.weights import load_draft
 from fledge.states.cache import FeatureCache
+from fledge.train.setup.draft import missing_from
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.targets import tiny_target_directory, tiny_tokenizer

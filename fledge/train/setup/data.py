@@ -17,13 +17,13 @@ from fledge.data.record import Record
 from fledge.data.sources import shadowed_presets
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, data_files, load_data
-from fledge.data.vocab import missing_from
 from fledge.drafts.draft import Draft
 from fledge.io.fields import read_json
 from fledge.io.files import cache_directory
 from fledge.io.machine import command, environment
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.ranks import Ranks
+from fledge.train.setup.draft import missing_from
 from fledge.train.setup.recipe import DataRecipe, Recipe
 from fledge.train.setup.target import PreparedTarget
 
