@@ -11,13 +11,12 @@ import pytest
 from rich.color import Color
 from transformers import AutoTokenizer
 
-from fledge.chat.screen import Pipes
-from fledge.chat.session import Reply, Session
-from fledge.chat.tints import TINTS
+from fledge.chat import Pipes, Reply, Session
 from fledge.commands.chat import converse, execute
 from fledge.data.answering import AnswerWarning
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
+from fledge.io.display import TINTS
 from fledge.types import Sampling
 from support.targets import (
     CHANNEL,

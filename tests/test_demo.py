@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from fledge.chat.tints import TINTS
 from fledge.cli import app
 from fledge.commands import demo
 from fledge.commands.generate import GenerateOptions
-from fledge.io.display import ProgressDisplay
+from fledge.io.display import TINTS, ProgressDisplay
 from fledge.measure.options import EvalOptions
 from fledge.train.setup.options import TrainOptions
 from support.commands import Ran

@@ -11,8 +11,7 @@ from fledge.io.display import held_warnings
 from fledge.options import opt
 
 if TYPE_CHECKING:
-    from fledge.chat.screen import Pipes, Terminal
-    from fledge.chat.session import Session
+    from fledge.chat import Pipes, Session, Terminal
 
 RAW = "This model has no chat template: it continues each text that you type, on its own."
 RAW_BY_OPTION = "It continues each text that you type, on its own, without the chat template."
@@ -45,7 +44,7 @@ def run(options: ChatOptions, progress: Any) -> None:
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         progress.say("loading ..")
-    from fledge.chat.screen import Pipes, Terminal
+    from fledge.chat import Pipes, Terminal
 
     session = open_session(options, progress)
     if not terminal:
@@ -60,7 +59,7 @@ def run(options: ChatOptions, progress: Any) -> None:
 
 def open_session(options: ChatOptions, progress: Any) -> Session:
     """Loads the models. Raises ValueError if the options do not fit the target."""
-    from fledge.chat.session import Session
+    from fledge.chat import Session
     from fledge.decode.prepare import TOKENS
 
     sampling = options.sampling()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.decode.options import DecodeOptions, prepare_rounds
-from fledge.io.display import escaped, held_warnings
+from fledge.io.display import escaped, held_warnings, write_tinted
 from fledge.options import opt
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def _show_tinted(engine: Engine, stream: Iterator[str], done: Completion, stop: 
     """Shows an answer while `stream` generates it into `done`, the draft's tokens tinted."""
     from rich.console import Console
 
-    from fledge.chat.tints import write_tinted
     from fledge.decode.request import AttributedText
 
     text = AttributedText(engine.target.tokenizer, engine.target.stop_ids, stop)

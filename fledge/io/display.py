@@ -27,6 +27,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -36,6 +37,13 @@ SPEED_WINDOW = 600  # seconds over which the speed is averaged to estimate the r
 MIN_LABEL_WIDTH = 16  # terminal columns that a table's row labels get at least
 MIN_BAR_WIDTH = 80  # a narrower terminal (in columns) shows no bar, only the counts
 MIN_SPEED_WIDTH = 50  # a narrower terminal (in columns) shows no speed
+
+# colours of drafted tokens by depth, with the last colour for all greater depths; every colour has a contrast of at
+# least 3.5 with black and with white
+TINTS = ("#00875f", "#0087af", "#5f5fff", "#af5fd7")
+STYLES = (Style(), *(Style(color=tint) for tint in TINTS))
+
+Pieces = list[tuple[str, int]]  # pieces of a text, each with a proposer (fledge.decode.request)
 
 # control characters, line separators, lone surrogates, and characters that change the direction of text
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -328,6 +336,14 @@ class _LabelColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
+def write_tinted(console: Console, pieces: Pieces) -> None:
+    """Writes pieces of an answer in the colours of the proposers. Control characters are escaped."""
+    for text, proposer in pieces:
+        style = STYLES[min(proposer, len(TINTS))]
+        console.out(escaped(text, keep="\n\t"), style=style, highlight=False, end="")
+    console.file.flush()
 
 
 def format_duration(seconds: float) -> str:

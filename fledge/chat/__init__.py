@@ -1,1 +1,0 @@
-"""Parts of `fledge chat`: the session with an engine, the screen, and the tints."""
