@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fledge.check import pair, replays
+from fledge.check import pair
 from fledge.check.draft_files import config_findings, read_files
 from fledge.check.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, ProbeDecoding, excerpt_range, replay
 from fledge.check.read_probe import read_probe
@@ -560,8 +560,8 @@ def test_swapped_tensors_are_a_fault_however_little_they_change(made, damaged):
     draft, _ = damaged("eagle3.1")
     rewrite(draft, swap("fc_norm.0.weight", "fc_norm.2.weight"))
     read, probe = read_files(draft)
-    (finding,), notes, error = replays.logits_findings(read, replace(probe, logits_RKSJ=replayed(read, probe)), False)
-    assert error <= replays.SAME and not notes
+    (finding,), notes, error = pair.logits_findings(read, replace(probe, logits_RKSJ=replayed(read, probe)), False)
+    assert error <= pair.SAME and not notes
     assert "fc_norm.0.weight is what training wrote as fc_norm.2.weight" in finding.cause
 
 
@@ -792,7 +792,7 @@ def test_training_from_features_on_disk_stores_a_probe_of_them(made, check, fled
     assert (record.precision, record.decoding, record.layers) == ("fp8", None, [2, 4, 5])
     code, result = check(tmp_path / "run" / "draft")
     assert code == 0 and "τ is not compared" in " ".join(result["notes"])
-    assert all(0.005 < error < replays.FP8 for error in result["measured"]["feature_errors"])
+    assert all(0.005 < error < pair.FP8 for error in result["measured"]["feature_errors"])
 
 
 @pytest.mark.gpu
@@ -834,8 +834,8 @@ def decoding(committed: list[int], rounds: list[int]) -> ProbeDecoding:
 
 def test_the_standard_error_is_that_of_a_difference_of_ratios():
     before = decoding([20, 30], [10, 15])
-    assert before.tau == 2 and replays.tau_error(before, before) == 0
-    assert decoding([0, 0], [0, 0]).tau == 0 == replays.tau_error(decoding([0, 0], [0, 0]), before)
+    assert before.tau == 2 and pair.tau_error(before, before) == 0
+    assert decoding([0, 0], [0, 0]).tau == 0 == pair.tau_error(decoding([0, 0], [0, 0]), before)
     random = torch.Generator().manual_seed(0)
     rounds = torch.randint(5, 20, (2000, 2, 8), generator=random)
     committed = rounds + torch.randint(0, 20, (2000, 2, 8), generator=random)
@@ -844,7 +844,7 @@ def test_the_standard_error_is_that_of_a_difference_of_ratios():
         for c, r in zip(committed.tolist(), rounds.tolist(), strict=True)
     ]
     differences = torch.tensor([now.tau - before.tau for now, before in pairs])
-    errors = torch.tensor([replays.tau_error(now, before) for now, before in pairs])
+    errors = torch.tensor([pair.tau_error(now, before) for now, before in pairs])
     assert abs(float(errors.mean() / differences.std()) - 1) < 0.1
 
 
@@ -863,6 +863,6 @@ def test_a_lower_tau_is_a_fault_beyond_its_standard_error():
         return decoding([10 + a for a in accepted], [10] * 4)
 
     before = of([10, 12, 9, 11])
-    assert not replays.decoding_findings(of([10, 11, 9, 10]), before, False)[0]
-    assert "τ is 1.10" in replays.decoding_findings(of([1, 1, 1, 1]), before, False)[0][0].cause
-    assert not replays.decoding_findings(of([1, 1, 1, 1]), before, True)[0]  # other findings say why
+    assert not pair.decoding_findings(of([10, 11, 9, 10]), before, False)[0]
+    assert "τ is 1.10" in pair.decoding_findings(of([1, 1, 1, 1]), before, False)[0][0].cause
+    assert not pair.decoding_findings(of([1, 1, 1, 1]), before, True)[0]  # other findings say why

@@ -1,1 +1,0 @@
-"""What `fledge demo` copies: the assistant, its draft, conversations to train on, and prompts to measure on."""
