@@ -53,7 +53,7 @@ from fledge.decode.load import load
 from fledge.decode.request import Completion
 from fledge.drafts.weights import read_draft_config
 from fledge.engines.client import Answer, Client, Decoding
-from fledge.engines.command import program
+from fledge.engines.export import program
 from fledge.engines.metrics import Acceptance, of_requests
 from fledge.io.fields import parse_dtype
 from fledge.io.machine import environment, resolve_device

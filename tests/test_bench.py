@@ -354,7 +354,7 @@ def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_draft(tiny_draft(tiny_target(), draft_vocab_size=200), draft)
     write_rows(tmp_path / "p.jsonl", [{"turns": ["the young bird", "again"]}, {"turns": ["it can fly"]}])
     monkeypatch.setenv("PYTHONPATH", str(BENCH.parent / "tests"))
-    monkeypatch.setattr("fledge.engines.command.program", lambda engine: [sys.executable, "-c", SERVER])
+    monkeypatch.setattr("fledge.engines.export.program", lambda engine: [sys.executable, "-c", SERVER])
     words = ["--target", target, "--prompts", tmp_path / "p.jsonl", "--new", 6, "--concurrency", 1, 2]
     words += ["--parallel", 2]
     engine = ["--", "--max-model-len", 64]
@@ -450,7 +450,7 @@ def test_regenerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = "from transformers import AutoTokenizer\n" + SERVER.replace(
         "port=port", f"port=port, latency=0.01, tokenizer=AutoTokenizer.from_pretrained({str(target)!r})"
     )
-    monkeypatch.setattr("fledge.engines.command.program", lambda engine: [sys.executable, "-c", server])
+    monkeypatch.setattr("fledge.engines.export.program", lambda engine: [sys.executable, "-c", server])
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.delitem(sys.modules, "serving", raising=False)
     module = importlib.import_module("regenerate")

@@ -26,10 +26,9 @@ from fledge.io.display import ProgressDisplay, ResultPrinter
 from fledge.measure import record as record_module
 from fledge.measure import run as eval_run
 from fledge.measure import table as table_module
-from fledge.measure.intervals import speedup_interval, tau_interval
 from fledge.measure.options import EvalOptions, names, ways
 from fledge.measure.prompts import EvalPrompt
-from fledge.measure.record import record_text
+from fledge.measure.record import record_text, speedup_interval, tau_interval
 from fledge.measure.run import EvaluationStopped, evaluate
 from fledge.measure.table import FEW, print_table, round_lines
 from fledge.types import Sampling

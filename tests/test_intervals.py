@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from fledge.measure.intervals import alpha_intervals, speedup_interval, tau_interval
+from fledge.measure.record import alpha_intervals, speedup_interval, tau_interval
 
 
 def request(committed, rounds, reached=(), passed=(), **more):

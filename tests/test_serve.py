@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from fledge.commands import serve
 from fledge.drafts.weights import open_draft, save_draft, write_files
-from fledge.engines import command as command_module
+from fledge.engines import export as export_module
 from fledge.engines.export import TargetName, export
 from support.drafts_on_disk import saved
 from support.files import reconfigure
@@ -94,7 +94,7 @@ def test_the_depth_is_the_trained_one_and_revisions_are_passed_on(dry_run, tmp_p
 
     words = dry_run(dict(provenance=Provenance(depth=7)), target="owner/target@v1")
     assert words[2:5] == ["owner/target", "--revision", "v1"] and json.loads(words[6])["num_speculative_tokens"] == 7
-    monkeypatch.setattr(command_module, "split_revision", lambda name: (name, "r"))
+    monkeypatch.setattr(export_module, "split_revision", lambda name: (name, "r"))
     assert json.loads(dry_run({})[6])["revision"] == "r"
     assert "--speculative-draft-model-revision" in dry_run({}, "--engine", "sglang")
 
@@ -110,7 +110,7 @@ def test_the_depth_is_the_trained_one_and_revisions_are_passed_on(dry_run, tmp_p
     ],
 )
 def test_what_cannot_be_served_is_refused(draft, words, reason, fledge, tmp_path, monkeypatch):
-    monkeypatch.setattr(command_module, "available", lambda engine: False)
+    monkeypatch.setattr(export_module, "available", lambda engine: False)
     saved(tmp_path / "draft", **draft)
     went = fledge("serve", "--target", "t", "--draft", tmp_path / "draft", *words)
     assert went.code == 2 and reason in went.err and not went.out, went.err
@@ -148,7 +148,7 @@ def test_files_that_the_engine_needs_otherwise_are_refused(rewrite, engine, word
     """With the command that writes the others, whose result is then served."""
     draft, ran = tmp_path / "draft", []
     monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
-    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    monkeypatch.setattr(export_module, "available", lambda engine: True)
     saved(draft)
     rewrite(draft)
     went = fledge("serve", "--target", "t", "--draft", draft, "--engine", engine, how)
@@ -220,7 +220,7 @@ def test_the_engine_takes_the_place_of_the_process(fledge, tmp_path, monkeypatch
     saved(tmp_path / "draft")
     ran: list[Any] = []
     monkeypatch.setattr(os, "execvp", lambda file, words: ran.append((file, words)))
-    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    monkeypatch.setattr(export_module, "available", lambda engine: True)
     words = ["serve", "--target", "t", "--draft", tmp_path / "draft", "--depth", 2, "--skip-check", "--", "--port", 1]
     went = fledge(*words)
     ((file, words),) = ran
@@ -240,7 +240,7 @@ def test_a_draft_is_checked_before_the_engine_starts(fledge, tmp_path, monkeypat
 
     monkeypatch.setattr(serve.subprocess, "run", run)
     monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
-    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    monkeypatch.setattr(export_module, "available", lambda engine: True)
     words = ["serve", "--target", target, "--draft", tmp_path / "draft", "--trust-remote-code"]
     went = fledge(*words)
     assert codes == [1] and not ran and went.code == 2 and "fledge check failed; correct what it names" in went.err
@@ -265,7 +265,7 @@ def test_of_a_target_that_does_not_fit_files_are_checked(fledge, tmp_path, monke
     monkeypatch.setattr("fledge.check.pair.free_bytes", lambda device: 1000)
     monkeypatch.setattr(serve.subprocess, "run", run)
     monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
-    monkeypatch.setattr(command_module, "available", lambda engine: True)
+    monkeypatch.setattr(export_module, "available", lambda engine: True)
     options = serve.ServeOptions(target=str(target), draft=str(tmp_path / "draft"), engine="sglang")
     with contextlib.nullcontext() if sound else pytest.raises(ValueError, match="fledge check failed"):
         serve.run(options, said.append)
@@ -274,7 +274,7 @@ def test_of_a_target_that_does_not_fit_files_are_checked(fledge, tmp_path, monke
 
 
 def test_vllm_without_its_script_is_started_as_a_module(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(command_module.shutil, "which", lambda name: None)
-    monkeypatch.setattr(command_module.importlib.util, "find_spec", lambda name: object())
-    assert command_module.program("vllm")[1:] == ["-m", "vllm.entrypoints.cli.main", "serve"]
-    assert command_module.available("sglang") and command_module.program("sglang")[0] == sys.executable
+    monkeypatch.setattr(export_module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(export_module.importlib.util, "find_spec", lambda name: object())
+    assert export_module.program("vllm")[1:] == ["-m", "vllm.entrypoints.cli.main", "serve"]
+    assert export_module.available("sglang") and export_module.program("sglang")[0] == sys.executable

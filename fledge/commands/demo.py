@@ -93,7 +93,7 @@ class Demo:
     def prepare(self) -> None:
         """Copies the pair of models, the conversations and the prompts to OUT."""
         check_output_path(self.out, "--out", directory=True)
-        bundled = Path(str(files("fledge.demo")))
+        bundled = Path(str(files("fledge"))) / "demo"
         self._check_own(bundled)
         self.out.mkdir(parents=True, exist_ok=True)
         for name in MODELS:

@@ -47,7 +47,7 @@ def run(options: ServeOptions, say: Callable[[str], None]) -> None:
     Raises ValueError for a draft that the engine cannot serve, that does not fit the target, or that fails `fledge
     check`, and if the engine is not installed.
     """
-    from fledge.engines.command import available
+    from fledge.engines.export import available
 
     command = command_of(options)
     if options.dry_run:
@@ -109,8 +109,7 @@ def command_of(options: ServeOptions) -> list[str]:
     """The words of the command that starts the engine with the draft. Raises ValueError if the engine cannot serve the
     draft, or needs different files (`fledge export`)."""
     from fledge.drafts.weights import open_draft
-    from fledge.engines.command import Serving, serve_command, trained_depth
-    from fledge.engines.export import export
+    from fledge.engines.export import Serving, export, serve_command, trained_depth
     from fledge.engines.support import TITLES
 
     draft = open_draft(options.draft)

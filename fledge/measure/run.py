@@ -15,8 +15,8 @@ from fledge.decode.request import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
 from fledge.measure import metrics
-from fledge.measure.intervals import speedup_interval, tau_interval
 from fledge.measure.prompts import EvalPrompt, conversation, first_prompt, spread
+from fledge.measure.record import speedup_interval, tau_interval
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
 from fledge.types import Prompt, Sampling, Tree, without_processors

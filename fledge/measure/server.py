@@ -17,7 +17,7 @@ from fledge.decode.options import AUTO
 from fledge.decode.propose import Drafting
 from fledge.drafts.weights import open_draft
 from fledge.engines.client import Client, Decoding, Server
-from fledge.engines.command import trained_depth
+from fledge.engines.export import trained_depth
 from fledge.io.fingerprints import draft_sha256
 from fledge.io.http import key_in, root_of
 from fledge.io.machine import environment, restoring_signals

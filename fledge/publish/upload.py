@@ -18,8 +18,7 @@ from fledge.check.draft_files import Finding, read_files, vocabulary_findings
 from fledge.check.probe import RECORD, TENSORS
 from fledge.config import DraftConfig
 from fledge.drafts.weights import CONFIG, DraftFiles, open_draft
-from fledge.engines.command import Serving, engine_command, trained_depth
-from fledge.engines.export import needs_export
+from fledge.engines.export import Serving, engine_command, needs_export, trained_depth
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.fields import parse_json, read_json
 from fledge.io.files import replace_text

@@ -10,23 +10,29 @@ from typing import Any
 
 from fledge.io.display import escaped
 from fledge.io.fields import parse_json
-from fledge.measure.intervals import alpha_intervals
 from fledge.measure.metrics import pause_line
-from fledge.report.draw import (
+from fledge.measure.record import alpha_intervals
+from fledge.report.page import (
     INK,
     MUTED,
     Figure,
+    Sections,
     Table,
     bars_from_left,
     color,
     drawing,
     legend,
+    listed,
+    mapping,
     marked,
+    number,
+    numbers,
+    numbers_or_none,
+    origin,
     shown,
     spanned,
     stacked_bars,
 )  # fmt: skip
-from fledge.report.page import Sections, listed, mapping, number, numbers, numbers_or_none, origin
 
 MAX_BYTES = 2**28  # a larger JSON file is no record
 REQUIRED = {"tau", "alpha"}  # fields of every record of an evaluation

@@ -11,8 +11,25 @@ import numpy as np
 
 from fledge.io.display import escaped
 from fledge.io.fields import parse_json
-from fledge.report.draw import Figure, Table, color, depth_color, drawing, legend, marked, shown, stacked_bars, style
-from fledge.report.page import Sections, listed, mapping, number, numbers, origin, write_beside
+from fledge.report.page import (
+    Figure,
+    Sections,
+    Table,
+    color,
+    depth_color,
+    drawing,
+    legend,
+    listed,
+    mapping,
+    marked,
+    number,
+    numbers,
+    origin,
+    shown,
+    stacked_bars,
+    style,
+    write_beside,
+)
 
 NAME = "report.html"
 METRICS = {  # fields of every step of a run

@@ -123,12 +123,12 @@ def replace_hub_data(patch: pytest.MonkeyPatch) -> None:
 def replace_engines(patch: pytest.MonkeyPatch, fledge: Callable[..., Ran]) -> None:
     """Engines are installed, but nothing takes the place of this process, in which the check before a start runs."""
     from fledge.commands import serve
-    from fledge.engines import command
+    from fledge.engines import export
 
     def check(words: list[str]) -> SimpleNamespace:
         return SimpleNamespace(returncode=fledge(*words[3:]).code)
 
-    patch.setattr(command, "available", lambda engine: True)
+    patch.setattr(export, "available", lambda engine: True)
     patch.setattr(serve, "subprocess", SimpleNamespace(run=check))
     patch.setattr(os, "execvp", lambda file, words: None)
 
