@@ -442,8 +442,8 @@ def test_finished_measurements_outlive_the_end_of_a_later_one(evaluate, tmp_path
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--concurrency", 0], "give different numbers of at least 1"),
-        (["--concurrency", 2, "--concurrency", 2], "give different numbers of at least 1"),
+        (["--concurrency", 0], "--concurrency 0: it must be at least 1"),
+        (["--concurrency", 2, "--concurrency", 2], "--concurrency has 2, 2: two of them would have the same name"),
         (["--draft", "d"], "--draft without --target"),
         (["--draft", "d", "--draft", "e", "--target", "t"], "a server has one draft"),
         (["--seed", 3], "--seed has no effect at --temperature 0"),

@@ -48,7 +48,7 @@ def run(
     for flag, values in (
         ("--draft", options.draft), ("--draft-mode", options.draft_mode), ("--depth", options.depth),
         ("--tree-nodes", options.tree_nodes), ("--tree-width", options.tree_width),
-        ("--prompts", [prompt_set_name(p) for p in options.prompts]),
+        ("--concurrency", options.concurrency), ("--prompts", [prompt_set_name(p) for p in options.prompts]),
     ):  # fmt: skip
         if len(set(values)) < len(values):
             listed = ", ".join(map(str, values))

@@ -28,8 +28,6 @@ def run(options: RegenerateOptions, say: Callable[[str], None], progress: Any) -
         raise ValueError("give --data FILE")
     if not options.target and not options.endpoint:
         raise ValueError("give --target MODEL, which answers, or --endpoint URL, the address of a server that does")
-    if options.batch is not None and options.batch < 1:
-        raise ValueError(f"--batch {options.batch}: it must be at least 1")
     out = check_output_path(options.out, "--out")
     refused: list[str] = []
     for message in shadowed_presets(options.data):

@@ -37,8 +37,6 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     drafting = [Drafting(**way.drafting(way.draft_mode)) for way in compared]
     for each in drafting:
         each.check_sampling(sampling)
-    if options.batch < 1:
-        raise ValueError(f"--batch {options.batch}: it must be at least 1")
     families = {draft: read_draft_config(draft).family for draft in options.draft}
     for way, each in zip(compared, drafting, strict=True):
         each.for_method(families[way.draft])

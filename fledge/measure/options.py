@@ -68,14 +68,14 @@ class EvalOptions(DecodeOptions):
     max_new_tokens: int | None = opt(
         "maximum new tokens per prompt (default: 128, at most half of the target's context)", None, minimum=1
     )
-    batch: int = opt("number of prompts decoded together, with and without the draft", 1)
+    batch: int = opt("number of prompts decoded together, with and without the draft", 1, minimum=1)
     endpoint: str | None = opt(
         "address of a running vLLM or SGLang to measure, beside fledge's decoder if --target and --draft are given",
         None,
     )
     baseline_endpoint: str | None = opt("address of the same server without a draft, to compare with", None)
     concurrency: list[int] = opt(
-        "number of requests in flight at the server; repeat to compare (default: 1)", repeatable=True
+        "number of requests in flight at the server; repeat to compare (default: 1)", repeatable=True, minimum=1
     )
     model: str | None = model_option()
     api_key_env: str = api_key_env_option()

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fledge.config import DraftConfig
@@ -43,7 +43,8 @@ def measure_server(options: EvalOptions, progress: Any, show: Callable[[dict[str
     used, refuses a prompt, or has requests of other clients during a measurement. All finished measurements are shown
     and written before a ValueError, a KeyboardInterrupt, or an error of fledge's own decoder is raised.
     """
-    work = _ServerEvaluation(options, _check(options), progress)
+    _check(options)
+    work = _ServerEvaluation(options, progress)
     with restoring_signals() as ignore_signals:  # until the measurements are shown and written
         try:
             asyncio.run(work.measure_all())
@@ -63,11 +64,8 @@ def measure_server(options: EvalOptions, progress: Any, show: Callable[[dict[str
     return record
 
 
-def _check(options: EvalOptions) -> list[int]:
-    """Checks the options of server measurements, and returns the concurrencies."""
-    concurrencies = options.concurrency or [1]
-    if min(concurrencies) < 1 or len(set(concurrencies)) < len(concurrencies):
-        raise ValueError(f"--concurrency {', '.join(map(str, concurrencies))}: give different numbers of at least 1")
+def _check(options: EvalOptions) -> None:
+    """Checks the options of server measurements."""
     if options.draft and not options.target:
         raise ValueError("--draft without --target: fledge decodes with both, or with neither; give --target too")
     if len(options.draft) > 1 or len(ways(options)) > 1:
@@ -84,7 +82,6 @@ def _check(options: EvalOptions) -> list[int]:
         )
     if options.out:
         check_record_path(options.out, "--out")
-    return concurrencies
 
 
 @dataclasses.dataclass
@@ -103,7 +100,7 @@ class _Found:
 class _ServerEvaluation:
     """The measurements of a server: `planned` sets and concurrencies, and `measured` results."""
 
-    def __init__(self, options: EvalOptions, concurrencies: Sequence[int], progress: Any):
+    def __init__(self, options: EvalOptions, progress: Any):
         """Reads the draft's config, the target's sizes and tokenizer, and the prompts. Raises ValueError for a draft
         that is damaged, does not fit the target, or does not support the drafting options."""
         self.options, self.progress = options, progress
@@ -131,7 +128,7 @@ class _ServerEvaluation:
             found = (untrained_mode(self.template, trained, conversation(p, ()), tools=p.tools) for p in chats)
             if problem := next(filter(None, found), None):
                 warnings.warn(problem, ModeWarning, stacklevel=3)
-        self.planned = list(itertools.product(self.sets, concurrencies))
+        self.planned = list(itertools.product(self.sets, options.concurrency or [1]))
         self.measured: dict[_Place, _Found] = {}
 
     def record(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class RegenerateOptions(Options):
         "sample from the most likely tokens whose probabilities sum to this value", 1.0, greater_than=0, maximum=1
     )
     top_k: int = opt("sample from the k most likely tokens; 0 keeps all; with --endpoint", 0, minimum=0)
-    batch: int | None = opt("records answered together (default: 16, or 1 if the target cannot batch)", None)
+    batch: int | None = opt("records answered together (default: 16, or 1 if the target cannot batch)", None, minimum=1)
     limit: int | None = opt("maximum number of records (default: all)", None, minimum=1)
     template_kwargs: str | None = opt("JSON object of chat template variables", None)
     seed: int = opt(
