@@ -14,29 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fledge.commands.train import TrainedDraft, train_draft
-    from fledge.decode.engine import Engine
-    from fledge.decode.load import load
-    from fledge.decode.request import Completion, Request
-    from fledge.targets.interface import Target
-    from fledge.targets.loading import load_target
-    from fledge.types import Prompt, Sampling, TreeShape
+    from fledge.commands.train import TrainedDraft as TrainedDraft
+    from fledge.commands.train import train_draft as train_draft
+    from fledge.decode.engine import Engine as Engine
+    from fledge.decode.load import load as load
+    from fledge.decode.request import Completion as Completion
+    from fledge.decode.request import Request as Request
+    from fledge.targets.interface import Target as Target
+    from fledge.targets.loading import load_target as load_target
+    from fledge.types import Prompt as Prompt
+    from fledge.types import Sampling as Sampling
+    from fledge.types import TreeShape as TreeShape
 
 __version__ = "0.1.0"
-__all__ = [
-    "Completion",
-    "Engine",
-    "Prompt",
-    "Request",
-    "Sampling",
-    "Target",
-    "TrainedDraft",
-    "TreeShape",
-    "__version__",
-    "load",
-    "load_target",
-    "train_draft",
-]
 # the module of each name, imported on first use: torch and transformers take seconds to import
 _MODULES = {
     "Completion": "fledge.decode.request",
@@ -54,12 +44,12 @@ _MODULES = {
 
 
 if not TYPE_CHECKING:  # a type checker would take every name of fledge for an attribute of any type
+    __all__ = ["__version__", *_MODULES]
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module 'fledge' has no attribute {name!r}")
         return getattr(importlib.import_module(_MODULES[name]), name)
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__
