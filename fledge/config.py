@@ -319,7 +319,7 @@ class DraftConfig:
         if family is EAGLE1 and top.get("qkv_bias"):
             raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not support")
         if refuse_deviations and (found := deviations(hf, family)):
-            raise ValueError(str(found[0]))
+            raise ValueError("{}: {}; {}".format(*found[0]))
         if family.masks and mask is None:
             raise ValueError(
                 "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"

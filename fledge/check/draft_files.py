@@ -21,7 +21,7 @@ from fledge.engines.support import PLACES, TITLES, layers_read, value_at
 from fledge.io.fields import format_value, read_json, shortened
 from fledge.io.files import read_consistent
 from fledge.io.fingerprints import template_sha256, vocabulary_sha256
-from fledge.io.formats import Deviation, deviations, flat_config, is_speculators, to_engine
+from fledge.io.formats import deviations, flat_config, is_speculators, to_engine
 from fledge.io.hub import draft_directory
 from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, weights_file
 from fledge.targets.compatibility import layers_of
@@ -110,7 +110,7 @@ class DraftOnDisk:
     names: Collection[str]
     marked: Tensor | None
     speculators: bool
-    deviations: Sequence[Deviation]
+    deviations: Sequence[tuple[str, str, str]]
     strays: Sequence[str]
 
 
@@ -297,7 +297,7 @@ def config_findings(
     """Findings about fields of config.json that differ from training, contradict each other, or are refused or misread
     by `engines`."""
     config, hf = draft.config, draft.hf
-    found = [Finding("config", odd.cause, odd.symptom, odd.cure) for odd in draft.deviations]
+    found = [Finding("config", *odd) for odd in draft.deviations]
     changed = changed_fields(config, record) if record else []
     if _embedding_was_added(draft, record):  # not a field of config.json, see `weight_findings`
         changed = [each for each in changed if each[0] != "own_embeddings"]

@@ -11,7 +11,6 @@ reader of speculators' configs (transformers_utils/configs/speculators).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from fledge.io.fields import (
@@ -101,51 +100,40 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
 # These fields get into a draft's config.json with the config of a target or of a different kind of draft. Engines load
 # a draft with these fields without a message.
 
-# fields that only `deviations` reads; engines ignore the fields, except for values that are a `Deviation`
+# fields that only `deviations` reads; engines ignore the fields, except for the values that it lists
 REFUSED_FIELDS = ("layer_types", "sliding_window", "quantization_config", "logit_scale", "dflash_config",
           "dspark_noise_token_id")  # fmt: skip
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of the mask token's id
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """A field of config.json with which an engine computes a draft otherwise than fledge: `cause` is the field's value,
-    `symptom` the effect in the engine that serves the draft, and `cure` the change to make."""
-
-    cause: str
-    symptom: str
-    cure: str
-
-    def __str__(self) -> str:
-        return f"{self.cause}: {self.symptom}; {self.cure}"
-
-
-def deviations(hf: dict[str, Any], family: Method) -> list[Deviation]:
-    """The deviations of a config.json in the flat layout. Raises ValueError for an invalid field."""
+def deviations(hf: dict[str, Any], family: Method) -> list[tuple[str, str, str]]:
+    """The fields of a config.json in the flat layout with which an engine computes a draft otherwise than fledge. Each
+    is a cause (the field's value), a symptom (the effect in the engine that serves the draft), and a cure (the change
+    to make). Raises ValueError for an invalid field."""
     top, found = Fields(hf, CONFIG), []
     kinds = top.get("layer_types", [])[: top.get("num_hidden_layers", 1)]
     if (window := top.get("sliding_window")) and not all(kind == "full_attention" for kind in kinds):
-        found.append(Deviation(
+        found.append((
             f"the draft's layers attend to a sliding window only (layer_types, sliding_window {window:,})",
             "vLLM masks all tokens before the window, and fledge does not: acceptance falls in texts longer than it",
             "remove both fields if the draft was trained without a window; fledge does not support drafts with one",
         ))  # fmt: skip
     if "quantization_config" in top:
         kind = format_value(top.get("quantization_config").get("quant_method"))
-        found.append(Deviation(
+        found.append((
             f"quantization_config asks for quantized weights ({kind})",
             "vLLM fails to load the draft, or takes its values for quantized ones: acceptance about 0",
             "remove it if the weights are in 16 or 32 bits; fledge does not support quantized drafts",
         ))  # fmt: skip
     if (scale := top.get("logit_scale", 1)) != 1:
-        found.append(Deviation(
+        found.append((
             f"logit_scale is {format_value(scale)}",
             "vLLM multiplies the draft's logits by it, and fledge does not: sampled drafts are accepted less often, "
             "and with a negative one none",
             "remove it if the draft was trained without it; fledge does not support scaled logits",
         ))  # fmt: skip
     if family.reads_layers and not top.nested("eagle_config", EAGLE_CONFIG).get("use_aux_hidden_state", True):
-        found.append(Deviation(
+        found.append((
             "eagle_config.use_aux_hidden_state is false",
             "vLLM leaves out fc and feeds the target's last hidden state to the draft, or fails: acceptance about 0",
             "set it to true if the draft was trained on hidden states of several layers; fledge does not support "
@@ -156,7 +144,7 @@ def deviations(hf: dict[str, Any], family: Method) -> list[Deviation]:
         ids["dflash_config.mask_token_id"] = top.nested("dflash_config", DFLASH_CONFIG).get("mask_token_id")
         listed = {name: token for name, token in ids.items() if token is not None}
         if len(set(listed.values())) > 1:
-            found.append(Deviation(
+            found.append((
                 f"the mask token is {' and '.join(f'{token} in {name}' for name, token in listed.items())}",
                 "versions of vLLM read different ones of these fields: with a wrong one, only the first drafted token "
                 "is accepted as before",
