@@ -15,8 +15,7 @@ def command(options: EvalOptions, progress: Any, printer: ResultPrinter) -> None
     `refuse_changed_output`."""
     from fledge.measure import table
     from fledge.measure.record import record_text
-    from fledge.report.page import check_report_path
-    from fledge.report.read import report_file, report_record
+    from fledge.report.read import report_file
 
     print_table = table.print_server_table if options.endpoint else table.print_table
 
@@ -26,12 +25,8 @@ def command(options: EvalOptions, progress: Any, printer: ResultPrinter) -> None
         else:
             print_table(record, printer)
 
-    if options.report:
-        check_report_path(options.report, "--report")
     record = run(options, progress, show)
-    if options.report:
-        report_record(record, options.report)
-    elif options.out:
+    if options.out:
         report_file(Path(options.out), progress.say)
     refuse_changed_output(record)
 

@@ -81,9 +81,6 @@ class EvalOptions(DecodeOptions):
     api_key_env: str = api_key_env_option()
     request_timeout: float = request_timeout_option()
     out: str | None = opt("also write the results to this JSON file; only an earlier result is replaced", None)
-    report: str | None = opt(
-        "HTML page of the results (default: beside --out, if that is given); fledge report draws several together", None
-    )  # fmt: skip
     json: bool = opt("print the results as JSON instead of a table", False)
 
     def __post_init__(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fledge.report import page
-from fledge.report.decoding import EvalRecord, decoding_sections, read_records, records_in
+from fledge.report.decoding import EvalRecord, decoding_sections, read_records
 from fledge.report.training import RunRecord, read_run, training_sections
 
 
@@ -53,11 +52,6 @@ def sections_of(material: Material) -> page.Sections:
 def write_report(material: Material, out: str | Path) -> None:
     """Writes the report of the material. Raises ValueError if the file at `out` is no report of fledge."""
     page.write_page(out, lambda: sections_of(material))
-
-
-def report_record(record: dict[str, Any], out: str) -> None:
-    """Draws the report of a new record of `fledge eval`, or of an object of records by label."""
-    write_report(Material([], _labelled(records_in(record, Path(out).with_suffix("")))), out)
 
 
 def report_file(record: Path, say: Callable[[str], None]) -> None:
