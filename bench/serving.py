@@ -48,6 +48,7 @@ from typing import Any
 
 from fledge.check.read_probe import read_probe
 from fledge.commands.serve import ServeOptions, command_of
+from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 from fledge.decode.load import load
 from fledge.decode.request import Completion
@@ -59,7 +60,7 @@ from fledge.io.fields import parse_dtype
 from fledge.io.machine import environment, resolve_device
 from fledge.measure.endpoint import Measurement, decode_own, identical, measure
 from fledge.measure.metrics import committed_per_round, drafted_and_accepted, tau
-from fledge.measure.prompts import EvalPrompt, read_prompts
+from fledge.measure.prompts import read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
@@ -243,7 +244,7 @@ def _z(reached: float, passed: float, own_reached: float, own_passed: float) -> 
 
 
 async def _measure(
-    url: str, prompts: list[EvalPrompt], options: argparse.Namespace, template: ChatTemplate,
+    url: str, prompts: list[Record], options: argparse.Namespace, template: ChatTemplate,
     decode: Callable[[Measurement], Own] | None,
 ) -> tuple[list[Measurement], str | None, Own | None]:  # fmt: skip
     """The measurements, the engine's version, and what `decode` makes of the first one while the others are made."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fledge.config import DraftConfig, Provenance
+from fledge.data.record import Record
 from fledge.decode.chance import ROUNDS, ChanceWarning, ChanceWatch
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.io.display import held_warnings
 from fledge.measure.evaluator import greedy_traces
-from fledge.measure.prompts import EvalPrompt
 from fledge.types import Round, Sampling, Trace
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
 
@@ -95,7 +95,7 @@ def test_an_engine_warns_of_a_draft_with_wrong_weights(target, mode):
 
 def test_training_does_not_warn_of_an_untrained_draft(target):
     engine = load(target, tiny_draft(target), depth=2)
-    assert not warned(lambda: greedy_traces(engine, [EvalPrompt(text="the young bird")] * 3, 60))
+    assert not warned(lambda: greedy_traces(engine, [Record("a prompt", text="the young bird")] * 3, 60))
 
 
 def test_the_command_line_prints_the_warning_as_a_sentence(fledge, tmp_path, monkeypatch):

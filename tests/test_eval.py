@@ -16,7 +16,7 @@ from fledge.decode.propose import Proposer
 from fledge.decode.state import RoundState
 from fledge.drafts.draft import Draft
 from fledge.measure.metrics import alpha, alpha_text, bytes_per_round, chain_gains, repeated_ngrams, tau
-from fledge.measure.prompts import EvalPrompt, prompt_of, read_prompts, spread
+from fledge.measure.prompts import prompt_of, read_prompts, spread
 from fledge.measure.run import _gaps, _round_times, evaluate, near_ties
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
@@ -69,7 +69,9 @@ def practised(way: str) -> tuple[TransformersTarget, Draft]:
 def test_tau_and_alpha_are_those_of_the_definition(way: str) -> None:
     """A record's τ and α are those of the definition, in which every round drafts without caches."""
     engine = load(*practised(way), **WAYS[way])
-    record = evaluate({way: engine}, [EvalPrompt(text=text) for text in TEXTS], sampling=Sampling(), max_new_tokens=25)
+    record = evaluate(
+        {way: engine}, [Record("a prompt", text=text) for text in TEXTS], sampling=Sampling(), max_new_tokens=25
+    )
     record = record[way]
     rounds = [r for text in TEXTS for r in rounds_by_definition(engine, engine.reader.template.prompt_ids(text), 25)]
     assert record["tau"] == sum(r + 1 for r in rounds) / len(rounds) and 1.2 < record["tau"] < 4
@@ -93,7 +95,7 @@ def test_tau_of_a_draft_whose_acceptance_is_known(right: int, monkeypatch: pytes
         return Tree(torch.tensor([tokens]), None, 3)
 
     replace_function(monkeypatch, Proposer, "propose", knowing)
-    prompts = [EvalPrompt(text=TEXTS[0])]
+    prompts = [Record("a prompt", text=TEXTS[0])]
     record = evaluate({"known": engine}, prompts, sampling=Sampling(), max_new_tokens=40)["known"]
     assert record["tau"] == right + 1 and record["alpha"] == [
         float(k < right) if k <= right else None for k in range(3)
@@ -210,7 +212,7 @@ def test_the_gain_of_another_depth():
 
 def test_later_turns_follow_answers_with_their_special_tokens(tmp_path):
     target = load_target(scripted_target_directory(tmp_path, CHANNEL, IN_CHANNEL, CHANNEL_TOKENS))
-    prompt = EvalPrompt(turns=("Which bird?", "And that?"))
+    prompt = Record("a prompt", turns=("Which bird?", "And that?"))
     [record] = evaluate(
         {"a": load(target, tiny_draft(target))}, [prompt], sampling=Sampling(), max_new_tokens=16
     ).values()  # fmt: skip

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from fledge import __version__
 from fledge.commands import evaluate as evaluate_job
+from fledge.data.record import Record
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
@@ -27,7 +28,6 @@ from fledge.measure import record as record_module
 from fledge.measure import run as eval_run
 from fledge.measure import table as table_module
 from fledge.measure.options import EvalOptions, names, ways
-from fledge.measure.prompts import EvalPrompt
 from fledge.measure.record import record_text, speedup_interval, tau_interval
 from fledge.measure.run import EvaluationStopped, evaluate
 from fledge.measure.table import FEW, print_table, round_lines
@@ -127,7 +127,7 @@ def test_a_sweep_has_a_record_for_each_way_and_prompt_set(measure, made: Path, t
 
 # -- what a record has of each request ----------------------------------------------------------------------------
 
-PROMPTS = [EvalPrompt(text=text) for text in TEXTS]
+PROMPTS = [Record("a prompt", text=text) for text in TEXTS]
 
 
 @functools.cache

@@ -16,9 +16,9 @@ from torch import Tensor
 import fledge as api
 from fledge import drafts as models
 from fledge.data.pack import Rows
+from fledge.data.record import Record
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
-from fledge.measure.prompts import EvalPrompt
 from fledge.measure.run import evaluate
 from fledge.methods import METHODS
 from fledge.targets.compatibility import connect_draft, layers_of
@@ -177,7 +177,7 @@ def test_a_target_that_runs_elsewhere_is_evaluated(native: bool) -> None:
     target, records = exact_target(native), []
     for each in (target, Relayed(target)):
         engines = {"draft": load(each, tiny_draft(each), depth=2)}
-        asked = [EvalPrompt(text="the bird tries"), EvalPrompt(text="until it can fly")]
+        asked = [Record("a prompt", text="the bird tries"), Record("a prompt", text="until it can fly")]
         records.append(evaluate(engines, asked, sampling=Sampling(), max_new_tokens=6)["draft"])
     own, relayed = records
     assert own.keys() - relayed.keys() == {"baseline_over_transformers"} and not relayed.keys() - own.keys()

@@ -120,7 +120,7 @@ def test_prompts_of_a_preset(hub, tmp_path, monkeypatch) -> None:
     prompts = read_prompts("ultrachat")
     assert len(prompts) == DEFAULT_PROMPTS and hub == [(("HuggingFaceH4/ultrachat_200k",), "test_sft", None)]
     assert (
-        prompts[0].messages == ({"role": "user", "content": "Can it fly?"},) and prompts[0].where == "ultrachat, row 1"
+        prompts[0].messages == [{"role": "user", "content": "Can it fly?"}] and prompts[0].where == "ultrachat, row 1"
     )
     assert len(read_prompts("nemotron", 3)) == 3 and hub[-1][1] == "chat"
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fledge.data.read import SourceReader
-from fledge.measure.prompts import DEFAULT_PROMPTS, PROMPT_SETS, EvalPrompt, prompt_set_name, read_prompts
+from fledge.data.record import Record
+from fledge.measure.prompts import DEFAULT_PROMPTS, PROMPT_SETS, prompt_set_name, read_prompts
 from support.files import write_rows
 
 # (arguments of load_dataset, a row in the layout of the hub, what is asked)
@@ -74,7 +75,7 @@ def test_the_prompts_of_a_set(name: str, hub: list[tuple[Any, ...]]) -> None:
     assert hub == [arguments] and len(prompts) == 3
     said = prompts[0].messages[0]["content"] if prompts[0].messages else prompts[0].turns
     assert said in (asked, ("0 " + asked[0],)) and prompts[0].where == f"{name}, row 1"
-    assert len(prompts[0].messages) == (name == "alpaca"), "the data set's answers are not part of the prompt"
+    assert len(prompts[0].messages or []) == (name == "alpaca"), "the data set's answers are not part of the prompt"
 
 
 def test_the_choice_of_prompts_is_always_the_same(hub: list[tuple[Any, ...]]) -> None:
@@ -86,7 +87,7 @@ def test_a_file_of_that_name_is_read_instead(hub, tmp_path, monkeypatch) -> None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
     write_rows(tmp_path / "gsm8k" / "a.jsonl", [{"prompt": "own"}])
-    assert read_prompts("gsm8k") == [EvalPrompt(text="own", where="gsm8k/a.jsonl, line 1")] and not hub
+    assert read_prompts("gsm8k") == [Record("gsm8k/a.jsonl, line 1", text="own")] and not hub
 
 
 def test_without_the_hub_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

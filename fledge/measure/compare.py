@@ -13,7 +13,7 @@ from fledge.drafts.weights import open_draft, read_draft_config
 from fledge.io.fingerprints import draft_sha256
 from fledge.io.machine import command, restoring_signals
 from fledge.measure.options import EvalOptions, load_engines, names, ways
-from fledge.measure.prompts import prompt_set_name, read_prompts
+from fledge.measure.prompts import answers_of, prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.measure.run import EvaluationStopped, evaluate, longest_request
 from fledge.options import default_new_tokens
@@ -62,7 +62,7 @@ def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str
     with restoring_signals() as ignore_signals:  # until the records are shown and written
         for name, prompts in sets.items():
             labels = [f"{way} {name}".strip() if len(sets) > 1 else way for way in names(options, compared)]
-            answers = len(arms) * sum(p.answers for p in prompts)
+            answers = len(arms) * sum(map(answers_of, prompts))
             origin = {"prompt_set": name, "command": command(), "fledge": __version__}
             drafts = {
                 label: {"draft": way.draft, "draft_sha256": hashes[way.draft]}

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.data.answering import history_message
 from fledge.data.messages import as_sent
+from fledge.data.record import Record
 from fledge.engines.client import Answer, Client, Decoding, run_together
 from fledge.engines.metrics import Acceptance, Counters, of_requests, sglang_counters, vllm_counters
 from fledge.io.http import BadRequest, ServerProblem
 from fledge.measure import metrics
-from fledge.measure.prompts import EvalPrompt, conversation
+from fledge.measure.prompts import answers_of, conversation
 
 if TYPE_CHECKING:
     from fledge.data.template import ChatTemplate
@@ -112,7 +113,7 @@ def _spread(seconds: list[float]) -> dict[str, float] | None:
 
 async def measure(
     client: Client,
-    prompts: Sequence[EvalPrompt],
+    prompts: Sequence[Record],
     decoding: Decoding,
     *,
     concurrency: int,
@@ -149,7 +150,7 @@ async def measure(
     async def work() -> None:
         for i in remaining:
             said: list[dict[str, Any]] = []
-            for turn in range(prompts[i].answers):
+            for turn in range(answers_of(prompts[i])):
                 asked[i].append(await asking.ask(prompts[i], said))
                 said.append(histories[i][turn] if histories else asked[i][-1].message)
                 advance()
@@ -179,7 +180,7 @@ class _Asking:
         self.client, self.decoding, self.template, self.seed = client, decoding, template, seed
         self.by_ids = client.server.engine == "sglang" and template is not None
 
-    async def ask(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Asked:
+    async def ask(self, prompt: Record, answers: Sequence[dict[str, Any]]) -> Asked:
         """The request of a prompt's next turn, after `answers` to the earlier turns, with the server's answer."""
         said, where = conversation(prompt, answers), prompt.where + f", turn {len(answers) + 1}" * bool(answers)
         template = self.template and self.template.of(prompt.template_kwargs)
@@ -200,16 +201,16 @@ class _Asking:
         return Asked(ids, answer, self._message(prompt, said, ids, answer, len(answers)))
 
     def _message(
-        self, prompt: EvalPrompt, said: Any, ids: list[int] | None, answer: Answer, turn: int
+        self, prompt: Record, said: Any, ids: list[int] | None, answer: Answer, turn: int
     ) -> dict[str, Any]:  # fmt: skip
         """The answer as a message. If a further turn follows, the message is made from the answer's tokens, where
         known, since servers leave special tokens out of the text."""
-        if self.template is None or ids is None or answer.token_ids is None or turn + 1 == prompt.answers:
+        if self.template is None or ids is None or answer.token_ids is None or turn + 1 == answers_of(prompt):
             return {"role": "assistant", "content": answer.text}
         template = self.template.of(prompt.template_kwargs)
         return history_message(template, said, ids, answer.token_ids, prompt.tools)
 
-    async def check_template(self, prompts: Sequence[EvalPrompt]) -> list[str]:
+    async def check_template(self, prompts: Sequence[Record]) -> list[str]:
         """If prompts are sent as token ids, sends the first conversation as messages too, to compare the number of
         tokens. Returns a list with the difference, or an empty list."""
         chat = next((p for p in prompts if p.text is None), None)

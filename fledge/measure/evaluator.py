@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -12,7 +13,7 @@ from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.measure.metrics import committed_per_round, drafted_and_accepted, quotients
-from fledge.measure.prompts import EvalPrompt, first_prompt, prompt_of, quiet_traces, read_prompts
+from fledge.measure.prompts import first_prompt, prompt_of, quiet_traces, read_prompts
 from fledge.train.ranks import Ranks
 from fledge.train.setup.data import EVAL_RECORDS
 from fledge.train.setup.recipe import Recipe
@@ -83,7 +84,7 @@ def make_evaluator(
     return evaluate
 
 
-def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -> list[EvalPrompt]:
+def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -> list[Record]:
     """The prompts of --eval-prompts, or else of the held-out records. Of held-out records, plain texts are shortened,
     too long chats are left out, and with --skip-bad also chats that the chat template refuses. Raises ValueError if a
     prompt of --eval-prompts is too long, or if the context has no room for any prompt."""
@@ -96,11 +97,11 @@ def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -
             f"--eval-tokens {new} leaves no room for a prompt in the target's context of {target.context} tokens"
         )
 
-    def fits(prompt: EvalPrompt) -> bool:
+    def fits(prompt: Record) -> bool:
         own = template.of(prompt.template_kwargs)
         return len(own.prompt_ids(first_prompt(prompt), tools=prompt.tools)) <= longest
 
-    def usable(prompt: EvalPrompt) -> bool:
+    def usable(prompt: Record) -> bool:
         try:
             return fits(prompt)
         except ValueError:
@@ -121,11 +122,11 @@ def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -
                 f"{source} has a prompt of over {longest} tokens, which is too long for the target's context"
             )
         return prompts
-    texts = [EvalPrompt(text=text) for text in (start(r) for r in held_out if r.text is not None) if text]
-    return texts + [p for p in (prompt_of(r) for r in held_out if r.text is None) if usable(p)]
+    texts = [replace(r, text=start(r), prompt_length=0) for r in held_out if r.text is not None]
+    return [p for p in texts if p.text] + [p for p in (prompt_of(r) for r in held_out if r.text is None) if usable(p)]
 
 
-def greedy_traces(engine: Engine, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[Trace]:
+def greedy_traces(engine: Engine, prompts: Sequence[Record], max_new_tokens: int) -> list[Trace]:
     """The traces of greedy decoding. A prompt is rendered with the prompt's own template variables, if any."""
     templates = [engine.reader.template.of(p.template_kwargs) for p in prompts]
     inputs = [t.prompt_ids(first_prompt(p), tools=p.tools) for t, p in zip(templates, prompts, strict=True)]

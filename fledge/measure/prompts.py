@@ -1,11 +1,11 @@
-"""Evaluation prompts: named sets of the hub that are usual for measuring EAGLE drafts, and data in the formats of
-training data; and the traces of decoding prompts."""
+"""Evaluation prompts, which are records to answer: named sets of the hub that are usual for measuring EAGLE drafts,
+and data in the formats of training data; and the traces of decoding prompts."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,26 +24,7 @@ if TYPE_CHECKING:
 DEFAULT_PROMPTS = 80  # number of prompts of a named set without --limit, as in the evaluations of the EAGLE papers
 
 
-@dataclass(frozen=True)
-class EvalPrompt:
-    """A prompt: a raw `text`, or `messages` followed by user `turns`, each to be answered in order. `where` is the
-    prompt's location, for error messages. `tools` are the tools that the messages may call, and `template_kwargs` the
-    prompt's own variables of the chat template (None: no variables)."""
-
-    text: str | None = None
-    messages: tuple[dict[str, Any], ...] = ()
-    turns: tuple[str, ...] = ()
-    where: str = "a prompt"
-    template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-
-    @property
-    def answers(self) -> int:
-        """The number of answers to generate."""
-        return max(len(self.turns), 1)
-
-
-def read_prompts(source: str | Path, limit: int | None = None, columns: str | None = None) -> list[EvalPrompt]:
+def read_prompts(source: str | Path, limit: int | None = None, columns: str | None = None) -> list[Record]:
     """At most `limit` prompts of a source, evenly spaced. The source is a file, a glob, a hub id, or a name in
     PROMPT_SETS or PRESETS that is not the name of a file. Without a limit, DEFAULT_PROMPTS prompts of a named set are
     read. `columns` is the value of --columns. Raises ValueError like `read_records` and `read_prompt_set`."""
@@ -117,24 +98,27 @@ def spread(items: list[Any], limit: int | None) -> list[Any]:
     return [items[i * len(items) // limit] for i in range(limit)]
 
 
-def prompt_of(record: Record) -> EvalPrompt:
-    """The prompt of a record.
+def prompt_of(record: Record) -> Record:
+    """The part of a record that is a prompt.
 
-    If the record has user turns only, the turns are the prompt. Otherwise the prompt is the part that the record marks
-    as prompt. Without a mark, the prompt ends before the middle assistant turn, after the last message if there is no
-    assistant turn, or in the middle of a text, between two words.
+    If the record has user turns only, the turns are the prompt, each to be answered in order. Otherwise the prompt is
+    the part that the record marks as prompt. Without a mark, the prompt ends before the middle assistant turn, after
+    the last message if there is no assistant turn, or in the middle of a text, between two words.
     """
     if record.turns:
-        return EvalPrompt(turns=record.turns, where=record.where, template_kwargs=record.template_kwargs)
+        return record
     if record.text is not None:
         cut = record.prompt_length or _middle(record.text)
-        return EvalPrompt(text=record.text[:cut], where=record.where)
+        return replace(record, text=record.text[:cut], prompt_length=0)
     messages = record.messages or []
     answers = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     cut = record.prompt_length or (answers[len(answers) // 2] if answers else len(messages))
-    return EvalPrompt(
-        messages=tuple(messages[:cut]), where=record.where, template_kwargs=record.template_kwargs, tools=record.tools
-    )
+    return replace(record, messages=messages[:cut], prompt_length=0)
+
+
+def answers_of(prompt: Record) -> int:
+    """The number of answers to generate."""
+    return max(len(prompt.turns), 1)
 
 
 def _middle(text: str) -> int:
@@ -144,11 +128,11 @@ def _middle(text: str) -> int:
     return len(half[: last + 1].rstrip()) or len(half)
 
 
-def conversation(prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Any:
+def conversation(prompt: Record, answers: Sequence[dict[str, Any]]) -> Any:
     """The raw text, or the messages before the next answer, given the earlier answers as messages."""
     if prompt.text is not None:
         return prompt.text
-    messages = list(prompt.messages)
+    messages = [*(prompt.messages or [])]
     for i, turn in enumerate(prompt.turns[: len(answers) + 1]):
         messages.append({"role": "user", "content": turn})
         if i < len(answers):
@@ -156,7 +140,7 @@ def conversation(prompt: EvalPrompt, answers: Sequence[dict[str, Any]]) -> Any:
     return messages
 
 
-def first_prompt(prompt: EvalPrompt) -> Any:
+def first_prompt(prompt: Record) -> Any:
     """The input of the first answer: the raw text, or the messages before the first answer."""
     return conversation(prompt, ())
 

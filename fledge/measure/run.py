@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from fledge.data.answering import history_message
+from fledge.data.record import Record
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.request import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
 from fledge.io.machine import environment
 from fledge.measure import metrics
-from fledge.measure.prompts import EvalPrompt, conversation, first_prompt, spread
+from fledge.measure.prompts import answers_of, conversation, first_prompt, spread
 from fledge.measure.record import speedup_interval, tau_interval
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
@@ -41,7 +42,7 @@ class EvaluationStopped(Exception):
 
 def evaluate(
     engines: Mapping[str, Engine],
-    prompts: Sequence[EvalPrompt],
+    prompts: Sequence[Record],
     *,
     sampling: Sampling,
     max_new_tokens: int,
@@ -85,7 +86,7 @@ def evaluate(
         if not comparison.groups:
             raise
         comparison.keep_complete()
-        more["stopped"] = sum(p.answers for p in prompts)
+        more["stopped"] = sum(map(answers_of, prompts))
         raise EvaluationStopped(records()) from e
 
 
@@ -171,14 +172,14 @@ def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequen
     return samples
 
 
-def longest_request(engine: Engine, prompt: EvalPrompt, max_new_tokens: int) -> int:
+def longest_request(engine: Engine, prompt: Record, max_new_tokens: int) -> int:
     """An estimate of the tokens of a prompt's last turn with its answer: the sum of all turns, each rendered alone, and
     of an answer of `max_new_tokens` to each turn."""
-    later = (replace(prompt, messages=(), turns=(turn,)) for turn in prompt.turns[1:])
+    later = (replace(prompt, messages=None, turns=(turn,)) for turn in prompt.turns[1:])
     asked = [first_prompt(p) for p in (prompt, *later)]
     template = engine.reader.template.of(prompt.template_kwargs)
     turns = [template.prompt_ids(p, tools=prompt.tools, where=prompt.where) for p in asked]
-    return sum(map(len, turns)) + prompt.answers * max_new_tokens
+    return sum(map(len, turns)) + answers_of(prompt) * max_new_tokens
 
 
 class _Comparison:
@@ -204,7 +205,7 @@ class _Comparison:
         engine = self.engines.get(arm, self.baseline)
         return engine.generate_all(prompts, batch=batch, speculate=arm is not BASELINE, **options)
 
-    def prompt_ids(self, prompt: EvalPrompt, answers: Sequence[dict[str, Any]], new: int) -> list[int]:
+    def prompt_ids(self, prompt: Record, answers: Sequence[dict[str, Any]], new: int) -> list[int]:
         """The token ids of a prompt's next turn. Raises TurnTooLong with the prompt's location if the ids and `new` new
         tokens exceed the target's context."""
         where = prompt.where + f", turn {len(answers) + 1}" * bool(answers)
@@ -223,14 +224,14 @@ class _Comparison:
             self._generate(arm, prompts, batch, options)
 
     def decode(
-        self, prompts: Sequence[EvalPrompt], options: dict[str, Any], batch: int, advance: Callable[[], None]
+        self, prompts: Sequence[Record], options: dict[str, Any], batch: int, advance: Callable[[], None]
     ) -> None:
         """Decodes the first turn of every prompt, then the second, and so on. Later turns follow the baseline's answers
         in all arms."""
         options = options | dict(answered=lambda index: advance())
         answers: list[list[dict[str, Any]]] = [[] for _ in prompts]
-        for turn in range(max(p.answers for p in prompts)):
-            remaining = [i for i, p in enumerate(prompts) if turn < p.answers]
+        for turn in range(max(map(answers_of, prompts))):
+            remaining = [i for i, p in enumerate(prompts) if turn < answers_of(p)]
             group_size = 1 if batch == 1 else 4 * batch  # several batches: new requests replace finished ones
             for group in (remaining[i : i + group_size] for i in range(0, len(remaining), group_size)):
                 ids = [self.prompt_ids(prompts[i], answers[i], options["max_new_tokens"]) for i in group]
@@ -243,7 +244,7 @@ class _Comparison:
                     self.times[arm].append(time.perf_counter() - start)
                     self.completions[arm] += completed
                 for i, sent, done in zip(group, ids, self.completions[BASELINE][-len(group) :], strict=True):
-                    if turn + 1 < prompts[i].answers:
+                    if turn + 1 < answers_of(prompts[i]):
                         said = conversation(prompts[i], answers[i])
                         template = self.baseline.reader.template.of(prompts[i].template_kwargs)
                         answers[i].append(history_message(template, said, sent, done.tokens, prompts[i].tools))

@@ -23,7 +23,7 @@ from fledge.io.http import key_in, root_of
 from fledge.io.machine import environment, restoring_signals
 from fledge.measure.endpoint import Measurement, causes, decode_own, identical, measure
 from fledge.measure.options import EvalOptions, ways
-from fledge.measure.prompts import conversation, prompt_set_name, read_prompts
+from fledge.measure.prompts import answers_of, conversation, prompt_set_name, read_prompts
 from fledge.measure.record import check_record_path, write_record
 from fledge.options import parse_template_kwargs
 from fledge.targets.compatibility import check_fits
@@ -173,7 +173,7 @@ class _ServerEvaluation:
             seed = options.seed if options.was_given("seed") else None
             for name, concurrency in self.planned:
                 prompts = self.sets[name]
-                total = sum(p.answers for p in prompts) * (2 if plain else 1)
+                total = sum(map(answers_of, prompts)) * (2 if plain else 1)
                 label = f"answers to {name}, {concurrency} in flight"
                 with self.progress.count(label, total, unit="answers") as advance:
                     ask = dict(concurrency=concurrency, template=self.template, seed=seed, advance=advance)
