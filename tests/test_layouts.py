@@ -80,9 +80,9 @@ def test_eval_reads_what_regenerate_reads(made, chats):
     assert prompts["turns"].turns == ("the young bird", "tries again")
     for kind in ("messages", "unanswered", "parts", "instruction", "conversations"):
         assert [m["role"] for m in prompts[kind].messages] == ["user"], kind
-    assert prompts["opened"].messages == (TOLD, ASKED)
+    assert prompts["opened"].messages == [TOLD, ASKED]
     for kind in ("chat prompt", "chat completion"):
-        assert prompts[kind].messages == (ASKED, TOLD, ASKED)
+        assert prompts[kind].messages == [ASKED, TOLD, ASKED]
     assert prompts["prompt"].text == "the young bird tries" and prompts["completion"].text == "the young bird"
     text = ROWS["text"]["text"]
     assert prompts["text"].text == text[: len(text) // 2].rpartition(" ")[0], "whole words"
