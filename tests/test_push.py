@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 import pytest
 from huggingface_hub import constants
 
+from fledge.io.display import format_bytes
 from fledge.io.hub import DRAFT_FILES
 from fledge.io.machine import environment
 from fledge.publish.card import END, START
@@ -176,7 +177,7 @@ def test_dry_run_asks_nobody(hub, push, draft, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     done = push("--draft", draft, "bird/draft", "--dry-run")
     size = (draft / CONFIG).stat().st_size
-    assert done.code == 0 and f"{CONFIG}: {size:,} bytes\n" in done.out and "library_name: fledge" in done.out
+    assert done.code == 0 and f"{CONFIG}: {format_bytes(size)}\n" in done.out and "library_name: fledge" in done.out
     assert not hub.repositories
 
 

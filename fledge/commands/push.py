@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fledge.io.display import format_bytes
 from fledge.io.fields import read_json
 from fledge.options import Options, opt
 
@@ -48,7 +49,7 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
     from fledge.drafts.weights import CONFIG
     from fledge.io.hub import hub_id
     from fledge.publish.card import CARD
-    from fledge.publish.upload import card_to_push, explained, files_to_push, size_text, upload
+    from fledge.publish.upload import card_to_push, explained, files_to_push, upload
 
     if not REPOSITORY.fullmatch(options.repository):
         raise ValueError(f"{options.repository!r:.100} is not the id of a model repository; write owner/name")
@@ -66,8 +67,8 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
             say(f"note: {name} names the target by its path on this machine, not by a hub id")
     if options.dry_run:
         for name in names:
-            show(f"{name}: {size_text((directory / name).stat().st_size)}")
-        for line in (f"{CARD}: {size_text(len(card.encode()))}", "", *card.splitlines()):
+            show(f"{name}: {format_bytes((directory / name).stat().st_size)}")
+        for line in (f"{CARD}: {format_bytes(len(card.encode()))}", "", *card.splitlines()):
             show(line)
         return
     if not sys.stderr.isatty():  # the hub library would write progress bars to a file

@@ -20,7 +20,8 @@ from fledge.config import DraftConfig
 from fledge.drafts.weights import CONFIG, DraftFiles, open_draft
 from fledge.engines.export import Serving, engine_command, needs_export, trained_depth
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
-from fledge.io.fields import parse_json, read_json
+from fledge.io.display import format_bytes
+from fledge.io.fields import first_line, parse_json, read_json
 from fledge.io.files import replace_text
 from fledge.io.fingerprints import draft_sha256
 from fledge.io.hub import hub_id
@@ -190,7 +191,7 @@ def upload(
     stale = sorted((weights | {RECORD, TENSORS}.intersection(before)) - contents.keys())
     if stale:
         say(f"removing {', '.join(stale)} of the draft that was there before")
-    say(f"uploading {size_text(sum(file.stat().st_size for file in files.values()) + len(kept.encode()))} to {name}")
+    say(f"uploading {format_bytes(sum(file.stat().st_size for file in files.values()) + len(kept.encode()))} to {name}")
     api.create_commit(  # `upload_folder` may make several commits, and readers could then see files of two drafts
         name,
         [*(CommitOperationAdd(*each) for each in contents.items()), *map(CommitOperationDelete, stale)],
@@ -227,7 +228,7 @@ def explained(repository: str) -> Iterator[None]:
         raise ConnectionError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it") from e
     except HfHubHTTPError as e:
         status = 0 if e.response is None else e.response.status_code
-        said = e.server_message or _first_line(e)
+        said = e.server_message or first_line(e)
         if status >= 500 or not status:
             raise ConnectionError(f"the hub failed ({said}); {AGAIN}") from e
         cure = CURES.get(status)
@@ -236,12 +237,4 @@ def explained(repository: str) -> Iterator[None]:
         of_upload = isinstance(e, RuntimeError) and "upload" in str(e).lower()  # a large file failed
         if type(e).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore") and not of_upload:
             raise
-        raise ConnectionError(f"the hub cannot be reached ({_first_line(e)}); {AGAIN}") from e
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def size_text(n: int) -> str:
-    return f"{n / 1e6:,.1f} MB" if n >= 1e5 else f"{n:,} bytes"
+        raise ConnectionError(f"the hub cannot be reached ({first_line(e)}); {AGAIN}") from e
