@@ -26,7 +26,7 @@ from fledge.decode.draft_size import NOTHING
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.load import load
 from fledge.decode.propose import Proposer
-from fledge.decode.state import RoundState
+from fledge.decode.rounds import RoundState
 from fledge.drafts import kv_cache
 from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.targets import cache as cache_module
@@ -255,9 +255,7 @@ def test_segments_of_ended_requests_are_used_again(way: str, monkeypatch: pytest
     engine = load(target, draft, **WAYS[way])
     monkeypatch.setattr(kv_cache, "MIN_SLOTS", 8)
     asked = [[5] * 400, *6 * asked]
-    seen = watch_after_dismissals(
-        monkeypatch, lambda batch: max(batch.cache.pool.slots, batch.proposer.source.pool.slots)
-    )
+    seen = watch_after_dismissals(monkeypatch, lambda batch: max(batch.cache.pool.slots, batch.proposer.pool.slots))
     together = engine.generate_all(asked, batch=4, max_new_tokens=12)
     # at most 50 slots of a segment are for a round, and a pool grows by a quarter at least
     longest = 1.25 * (400 + 12 + 3 * (12 + 12) + 4 * 50)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fledge import load, train_draft
 from fledge.config import DraftConfig
 from fledge.data.documents import Document
-from fledge.decode.sources import BlockSource
+from fledge.decode.propose import BlockProposer
 from fledge.drafts import registry
 from fledge.drafts.block import BlockAttend, BlockDraft
 from fledge.drafts.draft import Draft
@@ -90,7 +90,7 @@ def decoded_logits(
         proposer, begin = proposer_of(draft, depth=K), 0
         proposer.append(proposer.new_cache([256]))
         for slot in range(first, len(tokens) - 1, stride):
-            _, logits = proposer.source.begin(state_of(tokens[begin + 1 : slot + 2], aux[begin : slot + 1]))
+            _, logits = proposer.begin(state_of(tokens[begin + 1 : slot + 2], aux[begin : slot + 1]))
             begin = slot + 1
             found |= {(slot, k): logits[0, k] for k in range(K)}
     return found
@@ -142,7 +142,7 @@ def test_a_shorter_draft_is_the_start_of_the_trained_block(
     for depth in (K, 2, 1):
         proposer = proposer_of(draft, depth=depth)
         proposer.append(proposer.new_cache([64]))
-        found.append(proposer.source.begin(state_of(torch.arange(1, 9), features.aux_TAD[:8]))[1])
+        found.append(proposer.begin(state_of(torch.arange(1, 9), features.aux_TAD[:8]))[1])
         torch.testing.assert_close(found[-1], found[0][:, :depth], rtol=1e-10, atol=1e-10)
     with pytest.raises(ValueError, match=f"a depth of 9 is above {K}, the tokens of a block"):
         proposer_of(draft, depth=9)
@@ -293,10 +293,10 @@ def test_rounds_keep_the_context_alone(pair: tuple[TransformersTarget, BlockDraf
     _, features = read_alone(target, list(range(20)), layers(draft, target))
     proposer = proposer_of(draft, depth=K)
     proposer.append(proposer.new_cache([64]))
-    assert isinstance(proposer.source, BlockSource)
+    assert isinstance(proposer, BlockProposer)
     proposer.propose(state_of(torch.arange(1, 8), features.aux_TAD[:7]))
     proposer.propose(state_of(torch.arange(8, 11), features.aux_TAD[7:10]))
-    assert proposer.source.cache.lengths == [10]
+    assert proposer.cache.lengths == [10]
 
 
 # -- the method as users have it --------------------------------------------------------------------------------------

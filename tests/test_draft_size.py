@@ -25,8 +25,8 @@ from fledge.decode.draft_size import (
     DraftSize,
     SizeChooser,
 )  # fmt: skip
+from fledge.decode.drafting import DEPTHS, FAR, NODES, Drafting
 from fledge.decode.load import load
-from fledge.decode.propose import DEPTHS, FAR, NODES, Drafting
 from fledge.types import Sampling
 from support.decoding import prompts
 from support.sizes import RandomSizes

@@ -13,7 +13,7 @@ from fledge.data.record import Record
 from fledge.decode.engine import Completion
 from fledge.decode.load import load
 from fledge.decode.propose import Proposer
-from fledge.decode.state import RoundState
+from fledge.decode.rounds import RoundState
 from fledge.drafts.draft import Draft
 from fledge.measure.metrics import alpha, alpha_text, bytes_per_round, chain_gains, repeated_ngrams, tau
 from fledge.measure.prompts import prompt_of, read_prompts, spread

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from fledge.decode import verify
+from fledge.decode.propose import Front
 from fledge.decode.sampling import BatchSampling, see
 from fledge.decode.shapes import Chain
-from fledge.decode.sources import Front
 from fledge.ops.sampling import RESIDUAL, TOKEN, coupled, gumbel_argmax, hash_keys, uniforms
 from fledge.types import Sampling, Tree, Verdict
 from support.mutations import replace_function

@@ -17,8 +17,7 @@ from fledge.decode import verify
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.load import load
 from fledge.decode.propose import Proposer
-from fledge.decode.rounds import Rounds
-from fledge.decode.state import RoundState
+from fledge.decode.rounds import Rounds, RoundState
 from fledge.decode.text import TextStream
 from fledge.drafts.kv_cache import KVCache
 from fledge.targets.cache import TargetCache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.decode.sources import CandidateSource
+from fledge.decode.propose import Proposer
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.ops import attention_ttt
@@ -73,10 +73,10 @@ def training_values(
 
 
 class ScriptedDecoder(DraftDecoder):
-    """A decoder whose source chooses the tokens of a script, and which records its outputs and logits."""
+    """A decoder whose proposer chooses the tokens of a script, and which records its outputs and logits."""
 
     script: Sequence[int] = ()
-    source: CandidateSource
+    proposer: Proposer
 
     def play(self, script: Sequence[int]) -> None:
         self.script, self.outs, self.said = list(script), [], []
@@ -92,8 +92,8 @@ class ScriptedDecoder(DraftDecoder):
     def predict(self, out: Tensor, normed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         fed_back, logits = super().predict(out, normed)
         self.said.append(logits)
-        source = self.source
-        source.target_id_W = torch.full_like(source.target_id_W, self.script.pop(0))  # whichever id is chosen
+        proposer = self.proposer
+        proposer.target_id_W = torch.full_like(proposer.target_id_W, self.script.pop(0))  # whichever id is chosen
         return fed_back, logits
 
 
@@ -132,8 +132,8 @@ def decoding_values(
     n = tokens.numel()
     aux, target_logits = run_target(draft, target, tokens, pieces)
     proposer = proposer_of(draft, depth=steps)
-    proposer.source.decoder = scripted = ScriptedDecoder(draft)
-    scripted.source = proposer.source
+    proposer.decoder = scripted = ScriptedDecoder(draft)
+    scripted.proposer = proposer
     out, begin = {}, 0
     for slot in range(first, n - 1, stride):
         scripted.play([*tokens[slot + 2 :].tolist(), *[0] * steps][:steps])

@@ -287,7 +287,7 @@ def test_the_tree_is_the_likeliest() -> None:
     tree = propose_one(proposer_of(draft, mode="tree", depth=depth, nodes=nodes, width=width), token_R, aux)
     said = proposer_of(draft, depth=depth)
     propose_one(said, token_R, aux)
-    logits = said.source.logits_BKW
+    logits = said.logits_BKW
     logp, words = logits[0].float().log_softmax(-1).topk(width)
     pool, front = [], [(0.0, ())]
     for level in range(depth):

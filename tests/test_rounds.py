@@ -31,8 +31,8 @@ from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.decode.prepare import Prepared, prepare
 from fledge.decode.request import Completion
+from fledge.decode.rounds import RoundState
 from fledge.decode.sampling import BatchSampling
-from fledge.decode.state import RoundState
 from fledge.drafts import kv_cache
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
@@ -93,7 +93,7 @@ def only_with_its_buffers(made: rounds.CapturedRounds, replay: Callable[[], None
     """A replay that may only run while the caches have the buffers that it was captured with, whose addresses a graph
     would read."""
     drafter = made.rounds.drafter
-    pools = [made.rounds.cache.pool, *([] if drafter.draft is None else [drafter.source.pool])]
+    pools = [made.rounds.cache.pool, *([] if drafter.draft is None else [drafter.pool])]
     buffers = [pool.buffer for pool in pools]
 
     def run() -> None:
@@ -628,4 +628,4 @@ def test_places_without_a_request_stay_in_their_slots(captured: list[int]) -> No
     engine.generate_all(asked[:3], batch=3, max_new_tokens=40)
     (batch,) = engine._idle_batches[True]
     (graphs,) = [g for key, g in batch.graphs.items() if key[0] == 4]
-    assert graphs.rounds.cache.lengths[3] == graphs.rounds.drafter.source.cache.lengths[3] == 0
+    assert graphs.rounds.cache.lengths[3] == graphs.rounds.drafter.cache.lengths[3] == 0

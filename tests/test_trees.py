@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fledge.decode import shapes, sources
+from fledge.decode import propose as propose_module
+from fledge.decode import shapes
+from fledge.decode.drafting import Drafting
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
-from fledge.decode.propose import Drafting
-from fledge.decode.state import RoundState
+from fledge.decode.rounds import RoundState
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.kv_cache import KVCache, TreeRows
@@ -354,16 +355,16 @@ def test_an_unstable_cache_keeps_what_was_drafted(name: str, native: bool, monke
 
     def watched(make: Any, *args: Any) -> Any:
         proposer = make(*args)
-        source, propose = proposer.source, proposer.propose
+        propose = proposer.propose
 
         def checked(state: RoundState) -> Tree:
             nonlocal kept
-            start, before = first_free_slot(source.cache), source.pool.buffer.clone()
+            start, before = first_free_slot(proposer.cache), proposer.pool.buffer.clone()
             path = state.path_BR[0, 1 : int(state.count_B)]
-            slots = [slot for slot in source.slot_BN[0, path].tolist() if slot >= 0]
+            slots = [slot for slot in proposer.slot_BN[0, path].tolist() if slot >= 0]
             tree = propose(state)
             for i, slot in enumerate(slots):
-                held, drafted = source.pool.buffer[..., start + i, :], before[..., start + slot, :]
+                held, drafted = proposer.pool.buffer[..., start + i, :], before[..., start + slot, :]
                 torch.testing.assert_close(held, drafted, rtol=0, atol=0)
             kept += len(slots)
             return tree
@@ -384,9 +385,9 @@ def test_a_drafted_slot_holds_the_keys_of_its_path() -> None:
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
     for tree_of in (dict(depth=4, nodes=30, width=3), dict(shape=SHAPES["mixed"])):
         proposer, slots, compared = proposer_of(draft, mode="tree", **tree_of), [], 0
-        proposer.source.end = slots.append
+        proposer.end = slots.append
         tree = propose_one(proposer, token_R, aux)
-        start, buffer = first_free_slot(proposer.source.cache), proposer.source.pool.buffer
+        start, buffer = first_free_slot(proposer.cache), proposer.pool.buffer
         for path, slot in zip(paths_of(tree), slots[0][0].tolist()[1:], strict=True):
             if slot >= 0:
                 chain = proposer_of(draft, depth=len(path) + 1)
@@ -394,7 +395,7 @@ def test_a_drafted_slot_holds_the_keys_of_its_path() -> None:
                 with pytest.MonkeyPatch.context() as m:
                     m.setattr(shapes, "argmax_rows", lambda x, ids, s=says: ids.new_full(x.shape[:-1], next(s, 0)))
                     propose_one(chain, token_R, aux)
-                own = chain.source.pool.buffer[..., first_free_slot(chain.source.cache) + len(path) - 1, :]
+                own = chain.pool.buffer[..., first_free_slot(chain.cache) + len(path) - 1, :]
                 torch.testing.assert_close(buffer[..., start + slot, :], own, rtol=0, atol=1e-9)
                 compared += 1
         assert compared > 3
@@ -502,7 +503,7 @@ def see_cousins(own: Any, found: Candidates, level: int) -> Tensor:
 
 DRAFTING = [
     (TreeRows, "__init__", see_uncles),
-    (sources, "fresh_rows", a_level_too_deep),
+    (propose_module, "fresh_rows", a_level_too_deep),
     (DraftDecoder, "step", read_the_first_ones_state),
     (tree_operations, "cumulative_scores", forget_the_score_so_far),
     (tree_operations, "_own_bits", see_cousins),

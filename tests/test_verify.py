@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fledge.decode.propose import Front
 from fledge.decode.sampling import BatchSampling, see, seen_by_node, seen_tokens
 from fledge.decode.shapes import Chain
-from fledge.decode.sources import Front
 from fledge.decode.verify import (
     Processing,
     accept_by_match,

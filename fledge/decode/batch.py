@@ -7,18 +7,17 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fledge.decode.draft_size import HELD, NOTHING, SETTLED, DraftSize, SizeChooser
-from fledge.decode.propose import Proposer
 from fledge.decode.request import Request
 from fledge.decode.rounds import (
     CapturedRounds,
-    Drafter,
     Rounds,
+    RoundState,
     Timer,
     can_capture,
     copy_to_host,
@@ -27,48 +26,18 @@ from fledge.decode.rounds import (
     graph_size,
 )
 from fledge.decode.sampling import BatchSampling, seen_tokens
-from fledge.decode.state import RoundState
 from fledge.decode.verify import verify
-from fledge.drafts.draft import Draft
 from fledge.ops.device import current_device, to_device
 from fledge.targets.interface import DecodingTarget
 from fledge.types import Prompt, Round, Tree
+
+if TYPE_CHECKING:
+    from fledge.decode.propose import NoDrafter, Proposer
 
 PREFILL_TOKENS = 8192  # maximum tokens of a prefill pass, with padding where the target pads
 # On a GPU, the seconds for which a prefill pass may stall running requests: longer prompts are read in parts, and a
 # round is run between two parts. The first part has FIRST_PART tokens, since the speed is not known yet.
 STALL, FIRST_PART, LEAST_PART = 0.05, 512, 64
-
-
-class NoDrafter:
-    """A proposer for decoding without a draft. Trees have a root only, and a round commits one token. The baseline thus
-    has the same sampler, cache and loop as decoding with a draft."""
-
-    draft: Draft | None = None
-    levels = scratch = most_levels = 0
-    most_nodes = rows = 1
-    size = NOTHING
-    sizes = (NOTHING,)
-    capturable = True
-
-    def nothing(self, *given: Any) -> None:
-        """Does nothing."""
-
-    new_cache = read = append = select = set_sampling = bind = use = nothing
-
-    def tensors(self) -> list[Tensor]:
-        """No tensors, as nothing is drafted."""
-        return []
-
-    lengths = buffers = tensors
-
-    def idle(self, spare: Any, size: int) -> Drafter:
-        """The same object, as a `NoDrafter` holds no requests."""
-        return self
-
-    def propose(self, state: RoundState) -> Tree:
-        """Trees of the root only: each request's last committed token."""
-        return Tree(state.token_BR[:, :1], None, 0)
 
 
 @dataclass
@@ -134,7 +103,7 @@ class Batch:
         of_target, of_draft = self.slots(longest)
         self.cache.pool.make_room(requests, of_target)
         if self.proposer.draft is not None:
-            self.proposer.source.pool.make_room(requests, of_draft)
+            self.proposer.pool.make_room(requests, of_draft)
 
     def prepare(self, request: Request, sizes: Sequence[int], advance: Callable[[], None]) -> int:
         """Captures all rounds of batches of up to `sizes` requests with the sampling options of `request`. Prefills the
@@ -147,7 +116,7 @@ class Batch:
         try:
             # the largest first, as smaller graphs use the same memory again
             for size in sorted(sizes, reverse=True):
-                for other in sorted(self.proposer.sizes, key=lambda s: s.nodes, reverse=True):
+                for other in sorted(self.proposer.shapes, key=lambda s: s.nodes, reverse=True):
                     self.proposer.use(other)
                     if self._graph_key(size) not in self.graphs:
                         self._capture(size)

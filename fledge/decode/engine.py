@@ -16,10 +16,11 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast, overload
 from weakref import WeakKeyDictionary, WeakSet
 
-from fledge.decode.batch import Batch, NoDrafter
+from fledge.decode.batch import Batch
 from fledge.decode.chance import ChanceWatch
+from fledge.decode.drafting import Drafting
 from fledge.decode.prepare import Counter, Prepared, no_count, prepare
-from fledge.decode.propose import Drafting
+from fledge.decode.propose import NoDrafter
 from fledge.decode.request import Completion, PromptLike, Request, check_prompt, check_prompts, is_several
 from fledge.decode.rounds import EagerWarning, can_capture
 from fledge.decode.scheduler import DecodeLoop
@@ -44,7 +45,7 @@ class Engine:
     """A target, and optionally a draft that speeds up decoding without changing the output distribution.
 
     `fledge.load` makes an engine. `reader` reads text and chats as prompts. `drafting` are fields of
-    `fledge.decode.propose.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
+    `fledge.decode.drafting.Drafting`, for example `mode="tree", depth=6`. If the draft's tokens
     are accepted no more often than by chance, a `ChanceWarning` is issued once, and if a chat is rendered in a mode in
     which the draft was not trained, a `ModeWarning`. Where options keep a GPU from running rounds as CUDA graphs, an
     `EagerWarning` is issued once. Several threads may use an engine, or engines of one target: their rounds take turns.

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fledge.config import Provenance
 from fledge.data.template import ChatTemplate, ModeWarning, untrained_mode
+from fledge.decode.drafting import Drafting
 from fledge.decode.engine import Engine
-from fledge.decode.propose import Drafting
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import load_draft, read_draft_config
 from fledge.io.machine import resolve_device

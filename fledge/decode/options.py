@@ -98,7 +98,7 @@ class DecodeOptions(Options):
         )
 
     def drafting(self, mode: str | None) -> dict[str, Any]:
-        """The fields of `fledge.decode.propose.Drafting`. Raises ValueError for an unknown --draft-cache."""
+        """The fields of `fledge.decode.drafting.Drafting`. Raises ValueError for an unknown --draft-cache."""
         if self.draft_cache not in ("stable", "unstable"):
             raise ValueError(f"--draft-cache {self.draft_cache} is neither stable nor unstable")
         return dict(

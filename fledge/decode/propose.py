@@ -1,312 +1,468 @@
-"""Drafting: a source of candidates and the shape of the drafted trees, chosen by `Drafting`."""
+"""Proposers draft trees: the draft's logits at a root, then at the nodes that a shape (`decode/shapes.py`) expands.
+
+`StepProposer` drafts one level of a tree per pass, as EAGLE does. A `OnePass` proposer (P-EAGLE, blocks) has the logits
+of all levels after one pass. A proposer holds the draft's cache for the requests that are decoded together. A stable
+cache is rebuilt from the target's hidden states where tokens were accepted, which is what training saw. An unstable
+cache keeps the keys and values of accepted tokens as drafting computed them, which costs fewer rows and drifts from
+training.
+
+All shapes are static, and only `read` synchronizes the device, so that a round can be captured as a CUDA graph.
+"""
 
 from __future__ import annotations
 
-import math
+import copy
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from numbers import Integral, Real
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fledge.config import DraftConfig
-from fledge.decode.draft_size import DraftSize, SizeChooser
+from fledge.decode.draft_size import NOTHING, DraftSize
+from fledge.decode.rounds import RoundState
 from fledge.decode.sampling import BatchSampling
-from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
-from fledge.decode.sources import BlockSource, CandidateSource, MaskedSource, StepSource
-from fledge.decode.state import RoundState
 from fledge.drafts.block import BlockDraft
+from fledge.drafts.decode_layer import CachedRows, Rotation
 from fledge.drafts.draft import Draft
-from fledge.drafts.kv_cache import KVCache
-from fledge.drafts.registry import NETWORKS
-from fledge.methods import METHODS, MOST_DEPTH, MOST_NODES, Method
-from fledge.types import Sampling, Tree, TreeShape, check_type
+from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.eagle import EagleDraft
+from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.peagle import ParallelDraft
+from fledge.ops.attention_prompt import without_cudnn_sdpa
+from fledge.ops.attention_tree import Visible, VisibleChain
+from fledge.ops.device import to_device
+from fledge.ops.sampling import TOKEN, coupled
+from fledge.ops.trees import FreshRows, fresh_rows
+from fledge.types import Tree
 
-MODES = ("chain", "tree", "parallel")
-DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's config says
-AUTO = "auto"
-DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR or twice the trained depth
-FAR = 10
-NODES = (8, 16, 32, 60)  # numbers of tree nodes that "auto" chooses from
+if TYPE_CHECKING:
+    from fledge.decode.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Front:
+    """The nodes of one level, F of each request's tree, that are expanded together.
+
+    `token_BF` are the nodes' target ids, int64. `above_BF` are the nodes' parents, as rows of the last pass, grouped by
+    request (int64; None: node f's parent is node f). `visible` are the expanded nodes below the root that each node
+    sees, this level's included, in the order of expansion (None: all of them, as in a chain).
+    """
+
+    token_BF: Tensor
+    above_BF: Tensor | None = None
+    visible: Visible | None = None
 
 
 class Proposer:
-    """Drafts trees for the requests of a batch from one source. `shapes` are the possible shapes; the first shape is
-    used until `use` chooses another."""
+    """A draft and its cache for the requests that are decoded together. Drafts trees of one of the `shapes`, the first
+    shape until `use` chooses another. `sampling` are the requests' options, on the draft's device; None drafts
+    greedily. Where requests sample, the logits have the target's noise (`coupled`), unless drafted tokens are drawn
+    independently of the target's draws.
 
-    def __init__(self, source: CandidateSource, shapes: Mapping[DraftSize, Shape]):
-        self.source, self.shapes = source, shapes
+    `levels` are the most tokens of a drafted path; `most_levels` are those of the largest shape. `most_nodes` are the
+    nodes of the largest tree, the root included. `rows` are the most tokens of a request that the draft has not read
+    before a round: as many as a round can commit.
+    """
+
+    sequential: bool  # whether each level costs a pass, so that stopping early saves time
+
+    def __init__(self, draft: Draft, shapes: Mapping[DraftSize, Shape]):
+        self.draft, self.shapes, config = draft, shapes, draft.config
+        self.most_levels = max(shape.levels for shape in shapes.values())
+        self.most_nodes = max(shape.nodes for shape in shapes.values())
+        self.rows = self.most_levels + 1
+        self.pool = SlotPool(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, draft.device, draft.dtype
+        )
+        self.cache = KVCache(self.pool)
+        self.target_id_W = draft.target_ids()
+        self.sampling: BatchSampling | None = None
+        self.count_N = torch.arange(0, device=draft.device)  # see `_counts`
         self.use(next(iter(shapes)))
 
     def use(self, size: DraftSize) -> None:
         """Sets the size of the trees drafted in the next rounds."""
         self.size, self.shape = size, self.shapes[size]
-        self.source.set_depth(self.shape.levels)
-
-    @property
-    def draft(self) -> Draft:
-        return self.source.draft
-
-    @property
-    def sizes(self) -> tuple[DraftSize, ...]:
-        """The possible sizes of trees."""
-        return tuple(self.shapes)
-
-    @property
-    def levels(self) -> int:
-        """The most tokens of a drafted path."""
-        return self.shape.levels
-
-    @property
-    def rows(self) -> int:
-        """The most tokens of a request that the draft has not read before a round: as many as a round can commit."""
-        return self.most_levels + 1
-
-    @property
-    def most_levels(self) -> int:
-        """`levels` of the largest shape."""
-        return max(shape.levels for shape in self.shapes.values())
-
-    @property
-    def most_nodes(self) -> int:
-        """The nodes of the largest tree, the root included."""
-        return max(shape.nodes for shape in self.shapes.values())
-
-    @property
-    def scratch(self) -> int:
-        """The most slots of the draft's cache that a round writes after the committed slots."""
-        return self.rows + max(max(s.levels, s.expanded, self.source.rows(s.levels)) for s in self.shapes.values())
-
-    def new_cache(self, sizes: Sequence[int]) -> KVCache:
-        """An empty cache of sequences of `sizes` slots each, for `read` and then `append`."""
-        return KVCache(self.source.pool, sizes)
-
-    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
-        """Adds slots of prompts to a cache; see `CandidateSource.read`."""
-        self.source.read(cache, tokens, aux)
-
-    def append(self, cache: KVCache) -> None:
-        """Adds requests, with the cache of their prompts."""
-        self.source.append(cache)
-
-    def select(self, staying: Sequence[int]) -> None:
-        """Keeps the requests with these indices only."""
-        self.source.select(staying)
-
-    def set_sampling(self, sampling: BatchSampling) -> None:
-        """Sets how the drafted tokens of each request are drawn. Before the first call, drafting is greedy."""
-        same = sampling.seed_B.device == self.draft.device
-        self.source.sampling = sampling if same else sampling.to(self.draft.device)
-
-    @property
-    def capturable(self) -> bool:
-        """Whether drafting can be captured as a CUDA graph: drafting then asks the device nothing."""
-        return not (self.source.sequential and self.shape.ends_early)
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors, with one entry for each request, that drafting reads and changes."""
-        return self.source.tensors()
-
-    def buffers(self) -> list[Tensor]:
-        """The buffer of the draft's cache. A cache that grows gets a new buffer."""
-        return [self.source.pool.buffer]
-
-    def lengths(self) -> list[Tensor]:
-        """The members of `tensors` that are lengths of caches."""
-        return [self.source.cache.length_B]
-
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces `tensors` by others."""
-        self.source.bind(tensors)
-
-    def idle(self, spare: KVCache, size: int) -> Proposer:
-        """A proposer of the same draft for `size` requests that do not exist, which share the segment of a cache."""
-        return Proposer(self.source.idle(spare, size), {self.size: self.shape})
+        self.levels = self.shape.levels
 
     @torch.inference_mode()
     def propose(self, state: RoundState) -> Tree:
         """Adds each request's new slots to the draft's cache, and drafts a tree from the last slot. The keys and values
         of new slots stay in the cache; the keys and values of drafted nodes are forgotten."""
-        root_B, logits_BKW = self.source.begin(state.to(self.draft.device))
-        tree, slot_BN = self.shape.grow(self.source, root_B, logits_BKW)
-        self.source.end(slot_BN)
+        root_B, logits_BKW = self.begin(state.to(self.draft.device))
+        tree, slot_BN = self.shape.grow(self, root_B, logits_BKW)
+        self.end(slot_BN)
         return tree
 
-
-@dataclass(frozen=True)
-class Drafting:
-    """How an engine drafts.
-
-    `mode` "chain" drafts a chain of `depth` tokens, one per pass; "parallel" a chain in one pass, for methods that
-    can (P-EAGLE); "tree" drafts EAGLE-2's tree of `nodes`, the root included, with at most `width` children a node
-    and paths of at most `depth` tokens, or a tree of a fixed `shape`. `mode` None is a chain, in one pass if the
-    method can. `depth` None is the trained depth of the draft. `depth` or `nodes` "auto" chooses the number while
-    decoding, and drafts nothing while that is faster (`decode/draft_size.py`). With `confidence` above 0 a chain is
-    drafted only while the draft's probability of the chain is at least `confidence`. `stable` False caches keys and
-    values of accepted tokens as computed in drafting. `sizes` are the candidate draft sizes, of which a round uses
-    one, the initial size first; `for_draft` sets them. Raises TypeError for a wrong type, and ValueError for values
-    out of range or in contradiction.
-    """
-
-    depth: int | str | None = None
-    mode: str | None = None
-    confidence: float = 0.0
-    nodes: int | str = 60
-    width: int = 10
-    shape: TreeShape | None = None
-    stable: bool = True
-    sizes: tuple[DraftSize, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_type("depth", self.depth, Integral | str | None, f"an integer or {AUTO!r}")
-        check_type("nodes", self.nodes, Integral | str, f"an integer or {AUTO!r}")
-        check_type("width", self.width, Integral, "an integer")
-        check_type("confidence", self.confidence, Real, "a number")
-        check_type("stable", self.stable, bool, "True or False")
-        check_type("shape", self.shape, TreeShape | None, "a fledge.TreeShape")
-        if not 0 <= self.confidence < 1:
-            raise ValueError(f"confidence {self.confidence} is outside [0, 1); 0 drafts the whole depth every round")
-        if self.mode is not None and self.mode not in MODES:
-            raise ValueError(f"draft mode {self.mode!r} is none of {', '.join(MODES)}")
-        if self.tree and self.confidence:
-            raise ValueError("confidence ends chains early and has no effect on trees; leave it out")
-        for name, value in (("depth", self.depth), ("number of nodes", self.nodes)):
-            if isinstance(value, str) and value != AUTO:
-                raise ValueError(f"the {name} {value!r} is neither a number nor {AUTO}")
-        if self.tree and ((self.nodes != AUTO and self.nodes < 2) or self.width < 1):
-            raise ValueError(
-                f"a tree of {self.nodes} nodes with a width of {self.width} drafts nothing; use at least 2 nodes and a "
-                "width of 1"
-            )
-        if self.shape is not None and not self.tree:
-            raise ValueError("a fixed shape needs mode 'tree'")
-        if self.shape is not None and (self.nodes, self.width) != (Drafting.nodes, Drafting.width):
-            raise ValueError("a fixed shape has its own nodes and width; leave nodes and width out")
-        if not self.tree and (self.nodes, self.width) != (Drafting.nodes, Drafting.width):
-            raise ValueError("nodes and width have no effect in a chain; give mode 'tree', or leave them out")
-        if self.depth not in (None, AUTO) and self.depth < 1:
-            raise ValueError(f"a depth of {self.depth} drafts nothing; use 1 or more")
-        for name, value, most in (("depth", self.depth, MOST_DEPTH), ("number of nodes", self.nodes, MOST_NODES)):
-            if isinstance(value, Integral) and value > most:
-                raise ValueError(f"the {name} {value} is above {most}, the most that is drafted in a round")
-        if self.automatic:
-            for given, what in (
-                (self.shape is not None, "a fixed shape has its own depth and nodes"),
-                (not self.stable, "changing the depth needs the stable draft cache"),
-                (self.confidence > 0, "a confidence ends chains early"),
-            ):
-                if given:
-                    raise ValueError(f"{what}; leave it or {AUTO!r} out")
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], has_draft: bool = True) -> Drafting:
-        """A `Drafting` of `options`. Raises TypeError for a name that is not a field, and ValueError like `Drafting`
-        and for options without a draft."""
-        known = [f.name for f in fields(cls)]
-        if unknown := [name for name in options if name not in known]:
-            raise TypeError(f"{unknown[0]} is not an option of drafting; the options are {', '.join(known)}")
-        drafting = cls(**options)
-        if drafting.shape is not None and drafting.depth is not None:  # here, since `for_draft` sets a depth
-            raise ValueError("a fixed shape has its own depth; leave depth out")
-        if not has_draft and drafting != cls():
-            given = [name for name in options if getattr(drafting, name) != getattr(cls, name)]
-            raise ValueError(f"{' and '.join(given)} has no effect without a draft; give draft=, or leave it out")
-        return drafting
+    @property
+    def capturable(self) -> bool:
+        """Whether drafting can be captured as a CUDA graph: drafting then asks the device nothing."""
+        return not (self.sequential and self.shape.ends_early)
 
     @property
-    def tree(self) -> bool:
-        return self.mode == "tree"
+    def scratch(self) -> int:
+        """The most slots of the draft's cache that a round writes after the committed slots."""
+        shapes = self.shapes.values()
+        return self.rows + max(max(s.levels, s.expanded, self.pass_slots(s.levels)) for s in shapes)
 
-    @property
-    def automatic(self) -> bool:
-        """Whether the draft size is chosen while decoding."""
-        return self.depth == AUTO or (self.tree and self.nodes == AUTO)
+    def pass_slots(self, depth: int) -> int:
+        """The maximum number of slots that a pass for `depth` levels writes after the slots of fresh tokens."""
+        return depth
 
-    def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ValueError if `sampling` draws drafted tokens and the shape is a tree."""
-        if self.tree and sampling.samples_draft:
-            raise ValueError("sampled drafts need a chain, since a tree drafts the likeliest tokens; leave tree out")
+    def set_sampling(self, sampling: BatchSampling) -> None:
+        """Sets how the drafted tokens of each request are drawn."""
+        same = sampling.seed_B.device == self.draft.device
+        self.sampling = sampling if same else sampling.to(self.draft.device)
 
-    def for_method(self, method: Method) -> Drafting:
-        """The same drafting with the mode of a method. Raises ValueError for a mode or cache that the method lacks."""
-        if method.one_pass and not self.stable:
-            raise ValueError(
-                f"the draft cache of {method.title} is always stable, since masked slots are no accepted tokens; leave "
-                "the unstable cache out"
-            )
-        if self.mode == "parallel" and not method.one_pass:
-            able = ", ".join(m.title for m in METHODS.values() if m.one_pass)
-            raise ValueError(f"draft mode parallel needs a draft of {able}; use chain or tree")
-        return replace(self, mode="tree" if self.tree else "parallel" if method.one_pass else "chain")
+    def new_cache(self, sizes: Sequence[int]) -> KVCache:
+        """An empty cache of sequences of `sizes` slots each, for `read` and then `append`."""
+        return KVCache(self.pool, sizes)
 
-    def for_draft(self, config: DraftConfig) -> Drafting:
-        """The same drafting with the mode, depth and sizes of a draft. Raises ValueError like `for_method`."""
-        trained = config.provenance.depth or DEPTH
-        resolved = replace(self.for_method(config.family), depth=self.depth or trained)
-        if issubclass(NETWORKS[config.method], BlockDraft) and resolved.depth not in (AUTO, *range(trained + 1)):
-            raise ValueError(
-                f"a depth of {resolved.depth} is above {trained}, the tokens of a block in the draft's training; "
-                f"use at most {trained}"
-            )
-        return replace(resolved, sizes=resolved._sizes(trained, config.family.one_pass))
+    @torch.inference_mode()
+    def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
+        """Adds the next R slots of each prompt to a cache of `pool`. For each sequence, `tokens` has the R tokens after
+        the slots, and `aux` the target's hidden states [R, A, D] at the slots. R differs by sequence and may be 0."""
+        counts, draft = [len(t) for t in tokens], self.draft
+        if not sum(counts):
+            return
+        rows = PromptRows(cache, counts)
+        token_M, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
+        token_M, count_B = to_device([token_M, count_B], draft.device)
+        self._read(token_M, torch.cat([a.to(draft.device, draft.dtype) for a in aux]), rows)
+        rows.commit(count_B)
 
-    def _sizes(self, trained: int, one_pass: bool) -> tuple[DraftSize, ...]:
-        """The candidate draft sizes, the initial size first: with a tree of any number of nodes the middle of NODES,
-        else the size of the trained depth."""
-        if self.shape is not None:
-            return (DraftSize(len(self.shape.levels()) - 1, len(self.shape.parents)),)
-        most = trained if one_pass else max(2 * trained, FAR)
-        depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
-        if self.tree and self.nodes == AUTO:
-            if self.depth == AUTO:  # depth and nodes grow together
-                depths = [math.ceil(trained * i / len(NODES)) for i in range(1, len(NODES) + 1)]
-            else:
-                depths = [self.depth] * len(NODES)
-            sizes = [DraftSize(d, n) for d, n in zip(depths, NODES, strict=True)]
-            first = sizes[len(NODES) // 2]
-        else:
-            sizes = [DraftSize(d, self.nodes if self.tree else d + 1) for d in depths]
-            first = next((s for s in sizes if s.depth >= trained), sizes[-1])
-        return (first, *(s for s in sizes if s != first))
+    def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
+        """`read` for all prompts' slots, one after the other."""
+        raise NotImplementedError
 
-    @property
-    def deepest(self) -> int:
-        """The most tokens of a drafted path, of resolved drafting (`for_draft`)."""
-        return max(s.depth for s in self.sizes)
+    def to_target(self, draft_id: Tensor) -> Tensor:
+        """Converts draft ids to target ids, of any shape."""
+        return draft_id if self.draft.d2t is None else self.target_id_W[draft_id]
 
-    @property
-    def verified(self) -> int:
-        """The most tokens of a request in one verification, of resolved drafting (`for_draft`)."""
-        return max(s.nodes for s in self.sizes)
+    def append(self, cache: KVCache) -> None:
+        """Adds the sequences of another cache of `pool` to the decoded sequences."""
+        self.cache.append(cache)
 
-    def record(self) -> dict[str, Any]:
-        """The drafting's values as plain data, without values that have no effect."""
-        how = {"mode": self.mode, "draft_cache": "stable" if self.stable else "unstable"}
-        if not self.tree:
-            return how | {"depth": self.depth, "confidence": self.confidence}
-        if self.shape is not None:
-            return how | {"shape": asdict(self.shape)}
-        return how | {"depth": self.depth, "nodes": self.nodes, "width": self.width}
+    def select(self, staying: Sequence[int]) -> None:
+        """Keeps the requests with these indices only."""
+        self.cache.select(staying)
 
-    def proposer(self, draft: Draft) -> Proposer:
-        """A new proposer, of resolved drafting (`for_draft`)."""
-        shapes = {size: self._shape(draft, size) for size in self.sizes}
-        if isinstance(draft, BlockDraft):
-            return Proposer(BlockSource(draft, self.deepest), shapes)
-        if draft.family.one_pass:
-            return Proposer(MaskedSource(draft, self.deepest), shapes)
-        expanded = max(s.expanded for s in shapes.values())
-        return Proposer(StepSource(draft, self.verified, expanded, self.deepest, self.stable), shapes)
+    def tensors(self) -> list[Tensor]:
+        """The tensors, with one entry for each request, that a round reads and changes."""
+        return self.cache.tensors()
 
-    def chooser(self) -> SizeChooser | None:
-        """The chooser among the sizes while decoding, of resolved drafting; None unless depth or nodes are "auto"."""
-        return SizeChooser(self.sizes) if self.automatic else None
+    def lengths(self) -> list[Tensor]:
+        """The members of `tensors` that are lengths of caches."""
+        return [self.cache.length_B]
 
-    def _shape(self, draft: Draft, size: DraftSize) -> Shape:
-        if not self.tree:
-            return Chain(size.depth, self.confidence, draft.device)
-        if self.shape is None:
-            return DynamicTree(size.depth, size.nodes, self.width, draft)
-        return FixedTree(self.shape, draft)
+    def buffers(self) -> list[Tensor]:
+        """The buffer of the draft's cache. A cache that grows gets a new buffer."""
+        return [self.pool.buffer]
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces `tensors` by others."""
+        self.cache.start_B, self.cache.length_B = tensors
+
+    def idle(self, spare: KVCache, size: int) -> Proposer:
+        """A proposer of the same draft for `size` requests that do not exist, which share the segment of a cache."""
+        other = copy.copy(self)
+        other.cache = spare.repeated(size)
+        return other
+
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
+        """Adds each request's fresh slots to the cache. Returns the roots' tokens, int64 [B], and logits [B, K, W] of
+        the first K levels, at least 1: the level after the roots, and all levels known after the same pass."""
+        raise NotImplementedError
+
+    def expand(self, front: Front) -> Tensor:
+        """The logits after the nodes of the next level, [B, F, W], or [B, 1, W] where all nodes of a level have equal
+        logits."""
+        raise NotImplementedError
+
+    def rest_of_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
+        """The likeliest tokens of the `levels` levels after the first level, whose tokens are `token_B1`: target ids,
+        int64 [B, levels], the same as by `expand`, level by level. None without a faster way."""
+        return None
+
+    def end(self, slot_BN: Tensor) -> None:
+        """Forgets the drafted nodes. `slot_BN` is the index of each tree node among the expanded nodes, counted from 0
+        below the root; -1 for nodes that were not expanded."""
+        raise NotImplementedError
+
+    def _fresh(self, state: RoundState, **more: int) -> FreshRows:
+        """The rows of the fresh tokens. `more` are keyword arguments of `fresh_rows`."""
+        return fresh_rows(state.token_BR, state.count_B, self.cache.start_B, self.cache.length_B, **more)
+
+    def _states(self, position_BS: Tensor) -> Tensor | None:
+        """The random states of the target's draws of tokens at `position_BS`, int64 [B, S]; None unless drafting is
+        coupled."""
+        sampling = self.sampling
+        return sampling.keys(position_BS, TOKEN) if sampling is not None and sampling.couples else None
+
+    def _states_after_root(self, levels: int) -> Tensor | None:
+        """`_states` of the tokens of each level below the root, [B, levels], once the fresh slots are in the cache."""
+        return self._states(self.cache.length_B[:, None] + 1 + self._counts(levels))
+
+    def _coupled(self, logits_BSW: Tensor, state_BS: Tensor | None) -> Tensor:
+        """Logits with the noise of the target's draws, whose random states are `state_BS`; None adds no noise."""
+        if state_BS is None:
+            return logits_BSW
+        ids_W = None if self.draft.d2t is None else self.target_id_W
+        return coupled(logits_BSW, state_BS, self.sampling.temperature_B, ids_W)
+
+    def _counts(self, n: int) -> Tensor:
+        """0 to n - 1, int64 [n]; cached, since each operation of a round costs the device a launch."""
+        if self.count_N.numel() < n:
+            self.count_N = torch.arange(n, device=self.count_N.device)
+        return self.count_N[:n]
+
+
+class EagleProposer(Proposer):
+    """Candidates from an `EagleDraft`. `DraftDecoder` computes every slot from a token and a hidden state."""
+
+    def __init__(self, draft: EagleDraft, shapes: Mapping[DraftSize, Shape]):
+        super().__init__(draft, shapes)
+        self.decoder = DraftDecoder(draft)
+
+    def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
+        state = self.decoder.fuse(states_MAD)
+        with without_cudnn_sdpa(self.draft.device):
+            self.decoder.read(token_M, state, self.decoder.rotation(rows.position_M), rows)
+
+    def _inputs(self, state: RoundState) -> Tensor:
+        """The draft's input states of the fresh tokens of all requests, [B R, E]."""
+        return self.decoder.fuse(state.aux_BRAD.to(self.draft.dtype).flatten(0, 1))
+
+    def _run(
+        self, rows: FreshRows, state_ME: Tensor, rotation: Rotation, asked_BS: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The last layer's output at S of the n rows of each request, [B S, E], and the norm of the output, as
+        `DraftDecoder.step`. `state_ME` are the rows' input states. Each row sees the rows before it."""
+        (B, n), cache = rows.token_Bn.shape, self.cache
+        asked_Q = asked_BS.flatten()
+        if B > 1:
+            asked_Q = (asked_BS + torch.arange(0, B * n, n, device=asked_BS.device)[:, None]).flatten()
+        attend = asked = CachedRows(TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=rows.slot_Bn), asked_Q)
+        if len(self.decoder.layers) > 1:  # the layers before the last one compute all rows
+            every = VisibleChain(self._counts(n).expand(B, n), n)
+            attend = CachedRows(TreeRows(cache, n, every, slot_Bn=rows.slot_Bn))
+        row_M = None if rows.state_Bn is None else rows.state_Bn.flatten()
+        return self.decoder.step(rows.token_Bn.flatten(), state_ME, rotation, attend, asked, row_M)
+
+
+class StepProposer(EagleProposer):
+    """One pass per level: the draft reads each node's token and its own output at the node's parent (EAGLE)."""
+
+    sequential = True
+
+    def __init__(self, draft: EagleDraft, shapes: Mapping[DraftSize, Shape], stable: bool = True):
+        super().__init__(draft, shapes)
+        self.stable, self.expanded = stable, max(shape.expanded for shape in shapes.values())
+        # of the last trees, see `end`
+        self.slot_BN = torch.empty(0, self.most_nodes, dtype=torch.int64, device=draft.device)
+
+    def append(self, cache: KVCache) -> None:
+        super().append(cache)
+        self.slot_BN = torch.cat([self.slot_BN, self._no_slots(len(cache.segments))])
+
+    def _no_slots(self, requests: int) -> Tensor:
+        return self.slot_BN.new_full((requests, self.slot_BN.shape[1]), -1)
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), self.slot_BN]
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        *others, self.slot_BN = tensors
+        super().bind(others)
+
+    def idle(self, spare: KVCache, size: int) -> Proposer:
+        other = super().idle(spare, size)
+        other.slot_BN = self._no_slots(size)
+        return other
+
+    def select(self, staying: Sequence[int]) -> None:
+        super().select(staying)
+        self.slot_BN = self.slot_BN[torch.tensor(staying, dtype=torch.int64).to(self.slot_BN.device)]
+
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
+        if not self.stable:
+            state = self._keep_drafted(state)
+        rows = self._fresh(state, levels=self.most_levels - 1, expanded=self.expanded)
+        rotation, self.rotation = self._rotations(rows)  # of the rows, and of the later levels
+        out = self._run(rows, self._inputs(state), rotation, rows.asked_BS)
+        self.cache.keep(None, state.count_B)
+        self.level = self.used = 0
+        self.slot_BJ, self.state_BL = rows.slot_BJ, self._states_after_root(self.most_levels)
+        return rows.root_B, self._logits(out, rows.root_B.numel())
+
+    def _rotations(self, rows: FreshRows) -> tuple[Rotation, Rotation]:
+        """cos and sin at the positions of the rows, and at the positions of all later levels, [levels B, rotated]."""
+        at, (cos, sin) = rows.token_Bn.numel(), self.decoder.rotation(rows.position_M)
+        return (cos[:at], sin[:at]), (cos[at:], sin[at:])
+
+    def _keep_drafted(self, state: RoundState) -> RoundState:
+        """Keeps the cached keys and values of the accepted nodes of the last trees. Returns the state of the tokens
+        without cached keys and values: the last token, and also the token before if its node was not expanded."""
+        path_BK, last_B1 = state.path_BR[:, 1:], state.count_B[:, None] - 1
+        slot_BK = self.slot_BN.gather(1, path_BK) if path_BK.shape[1] else path_BK
+        place_K = self._counts(path_BK.shape[1])
+        kept_B = ((slot_BK >= 0) & (place_K < last_B1)).sum(1)  # a node that was not expanded has no child
+        if path_BK.shape[1]:
+            self.cache.keep(torch.where(place_K < kept_B[:, None], slot_BK, place_K), kept_B)
+        R = min(2, state.token_BR.shape[1])
+        rest_BR = (kept_B[:, None] + self._counts(R)).clamp_max(state.token_BR.shape[1] - 1)
+        aux_BRAD = state.aux_BRAD.gather(1, rest_BR[..., None, None].expand(-1, -1, *state.aux_BRAD.shape[2:]))
+        return replace(
+            state, token_BR=state.token_BR.gather(1, rest_BR), aux_BRAD=aux_BRAD, count_B=state.count_B - kept_B
+        )
+
+    def expand(self, front: Front) -> Tensor:
+        B, F = front.token_BF.shape
+        end = self.used + F
+        visible = front.visible
+        if visible is None:
+            visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end, sees_all=True)
+        attend = CachedRows(TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.used : end]))
+        row_M = None if front.above_BF is None else front.above_BF.flatten()
+        cos, sin = (x[self.level * B : (self.level + 1) * B] for x in self.rotation)
+        out = self.decoder.step(front.token_BF.flatten(), self.fed_back, (cos, sin), attend, row_M=row_M)
+        self.level, self.used = self.level + 1, end
+        return self._logits(out, B)
+
+    def rest_of_chain(self, token_B1: Tensor, levels: int) -> Tensor | None:
+        K, B = levels, token_B1.shape[0]
+        rotation = self.rotation[0][: K * B], self.rotation[1][: K * B]
+        noise = None if self.state_BL is None else (self.state_BL[:, 1 : K + 1].T, self.sampling.temperature_B)
+        given = token_B1[:, 0], self.fed_back, rotation, self.cache, self.slot_BJ[:, :K].T
+        return self.decoder.rest_of_chain(*given, noise)
+
+    def end(self, slot_BN: Tensor) -> None:
+        if not self.stable:
+            self.slot_BN = F.pad(slot_BN, (0, self.slot_BN.shape[1] - slot_BN.shape[1]), value=-1)
+
+    def _logits(self, out: tuple[Tensor, Tensor | None], requests: int) -> Tensor:
+        self.fed_back, logits_MW = self.decoder.predict(*out)
+        state_B1 = None if self.state_BL is None else self.state_BL[:, self.level, None]
+        return self._coupled(logits_MW.unflatten(0, (requests, -1)), state_B1)
+
+
+class OnePass(Proposer):
+    """One pass for all levels below a root, in `begin`. All nodes of a level share their logits."""
+
+    sequential = False
+
+    def _said(self, logits_BKW: Tensor) -> Tensor:
+        """The logits of all levels, from which tokens are chosen, once the fresh slots are in the cache."""
+        self.logits_BKW, self.level = self._coupled(logits_BKW, self._states_after_root(self.levels)), 0
+        return self.logits_BKW
+
+    def expand(self, front: Front) -> Tensor:
+        self.level += 1
+        return self.logits_BKW[:, self.level, None]
+
+    def end(self, slot_BN: Tensor) -> None:
+        """Nothing was added to the cache but the fresh slots."""
+
+
+class MaskedProposer(OnePass, EagleProposer):
+    """After the fresh slots, levels - 1 masked slots read a mask token and a learned state in place of unknown tokens
+    and states (P-EAGLE, Hui et al. 2026, arXiv:2602.01469)."""
+
+    draft: ParallelDraft
+
+    @torch.inference_mode()
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
+        K, draft = self.levels, self.draft
+        rows = self._fresh(state, masked=K - 1, mask_token=draft.config.mask_token_id)
+        aux_MAD = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
+        if K > 1:  # one product for the states of the fresh tokens and the mask's states after them
+            aux_MAD = torch.cat([aux_MAD, draft.mask_states])
+        rotation = self.decoder.rotation(rows.position_M)
+        out = self._run(rows, self.decoder.fuse(aux_MAD), rotation, rows.asked_BS)
+        self.cache.keep(None, state.count_B)
+        logits_BKW = self.decoder.predict(*out)[1].unflatten(0, (-1, K))
+        return rows.root_B, self._said(logits_BKW)
+
+
+class BlockProposer(OnePass):
+    """A block of rows after the context of the accepted tokens (`BlockDraft`). The keys and values of a block are not
+    kept."""
+
+    draft: BlockDraft
+
+    def __init__(self, draft: BlockDraft, shapes: Mapping[DraftSize, Shape]):
+        super().__init__(draft, shapes)
+        self.trained = draft.config.provenance.depth or self.most_levels
+
+    def pass_slots(self, depth: int) -> int:
+        return self.draft.block_rows(self._block_depth(depth))
+
+    def _block_depth(self, depth: int) -> int:
+        """The number of tokens of the block that is computed for so many levels: in a block whose rows see each other,
+        as many as in training, since a row would differ without the rows after it."""
+        return depth if self.draft.causal else self.trained
+
+    def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
+        self._write_context(states_MAD, rows.position_M, rows.slot_M)
+
+    def _write_context(self, states_MAD: Tensor, position_M: Tensor, slot_M: Tensor) -> None:
+        """Writes the keys and values of M tokens, from the target's hidden states at the tokens, to the cache."""
+        for layer, (key_MGd, value_MGd) in enumerate(self.draft.context(states_MAD, position_M)):
+            self._write(layer, key_MGd, value_MGd, slot_M)
+
+    def _write(self, layer: int, key_MGd: Tensor, value_MGd: Tensor, slot_M: Tensor) -> None:
+        key_GPd, value_GPd = self.pool.layers[layer]
+        key_GPd[:, slot_M], value_GPd[:, slot_M] = key_MGd.transpose(0, 1), value_MGd.transpose(0, 1)
+
+    @torch.inference_mode()
+    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
+        K, draft, cache = self.levels, self.draft, self.cache
+        fresh = self._fresh(state)
+        states = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
+        self._write_context(states, fresh.position_M, fresh.slot_Bn.flatten())
+        cache.keep(None, state.count_B)
+        (B,), whole = fresh.root_B.shape, self._block_depth(K)
+        Q = draft.block_rows(whole)
+        last_BQ = self._counts(Q).expand(B, Q) if draft.causal else fresh.root_B.new_full((B, Q), Q - 1)
+        rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not draft.causal))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._write(layer, k.flatten(0, 1), v.flatten(0, 1), rows.slot_M)
+            return rows.read(layer, q.flatten(0, 1)).unflatten(0, (B, Q))
+
+        head_input_BKE = draft.block(fresh.root_B, cache.length_B, whole, attend)[:, :K]
+        logits_BKW = draft.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))
+        return fresh.root_B, self._said(logits_BKW)
+
+
+class NoDrafter:
+    """A proposer for decoding without a draft. Trees have a root only, and a round commits one token. The baseline thus
+    has the same sampler, cache and loop as decoding with a draft."""
+
+    draft: Draft | None = None
+    levels = scratch = most_levels = 0
+    most_nodes = rows = 1
+    size, shapes = NOTHING, (NOTHING,)
+    capturable = True
+
+    def nothing(self, *given: Any) -> None:
+        """Does nothing."""
+
+    new_cache = read = append = select = set_sampling = bind = use = nothing
+
+    def tensors(self) -> list[Tensor]:
+        """No tensors, as nothing is drafted."""
+        return []
+
+    lengths = buffers = tensors
+
+    def idle(self, spare: Any, size: int) -> NoDrafter:
+        """The same object, as a `NoDrafter` holds no requests."""
+        return self
+
+    def propose(self, state: RoundState) -> Tree:
+        """Trees of the root only: each request's last committed token."""
+        return Tree(state.token_BR[:, :1], None, 0)

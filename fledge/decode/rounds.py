@@ -16,21 +16,23 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, see
-from fledge.decode.state import RoundState
 from fledge.decode.verify import Processing, verify
 from fledge.drafts.draft import Draft
 from fledge.ops.device import current_device, has_kernels
 from fledge.ops.pinned_ring import PinnedRing
 from fledge.targets.interface import Cache, DecodingTarget
-from fledge.types import Tree
+from fledge.types import Tree, Verdict
 
-Values = TypeVar("Values", RoundState, BatchSampling, Tree)
+if TYPE_CHECKING:
+    from fledge.decode.propose import NoDrafter, Proposer
+
+Values = TypeVar("Values", "RoundState", BatchSampling, Tree)
 
 LARGE = 8192  # numbers of a tensor above which a copy of its own is faster than one block of torch._foreach_copy_
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # numbers of requests that graphs are captured for
@@ -46,33 +48,75 @@ def graph_size(requests: int) -> int:
     return next((n for n in GRAPH_SIZES if n >= requests), -(-requests // 32) * 32)
 
 
-class Drafter(Protocol):
-    """What a round needs of a `Proposer`, or of its stand-in without a draft (`NoDrafter`).
+@dataclass(frozen=True)
+class RoundState:
+    """What a round passes to the next: the tokens that each of B requests committed last, which the draft has not read.
 
-    `levels` are the most tokens of a drafted path. `capturable`: whether drafting asks the device nothing.
+    Of R rows, the first `count_B[b]` (int64, at least 1) are valid. `token_BR` are the tokens, int64; the last valid
+    token is the next tree's root. `aux_BRAD` are the target's hidden states at the token before each token. `path_BR`
+    (int64) are the accepted nodes of the last tree, the root first. `length_B` (int64) are the numbers of all committed
+    tokens without the root.
     """
 
-    draft: Draft | None
-    levels: int
-    capturable: bool
+    token_BR: Tensor
+    aux_BRAD: Tensor
+    count_B: Tensor
+    path_BR: Tensor
+    length_B: Tensor
 
-    def propose(self, state: RoundState) -> Tree:
-        """The trees that are verified next."""
+    @classmethod
+    def first(cls, token_B: Tensor, aux_BAD: Tensor, length_B: Tensor) -> RoundState:
+        """The state after a prefill: one token of each request, and the hidden states at the prompt's last token."""
+        token_B1, one_B = token_B[:, None], torch.ones_like(token_B)
+        return cls(token_B1, aux_BAD[:, None], one_B, torch.zeros_like(token_B1), length_B)
 
-    def set_sampling(self, sampling: BatchSampling) -> None:
-        """Sets how the drafted tokens of the requests are drawn."""
+    def after(self, verdict: Verdict, aux_BNAD: Tensor, chains: bool) -> RoundState:
+        """The state after a verification; `aux_BNAD` are the target's hidden states at all nodes. `chains`: whether all
+        trees are chains; the accepted nodes are then the first nodes, and nothing need be gathered."""
+        aux_BRAD = aux_BNAD
+        if not chains:
+            aux_BRAD = aux_BNAD.gather(1, verdict.path_BR[..., None, None].expand(-1, -1, *aux_BNAD.shape[2:]))
+        return RoundState(verdict.token_BR, aux_BRAD, verdict.count_B, verdict.path_BR, self.length_B + verdict.count_B)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors, with one entry for each request, that a round reads and changes."""
+    def plain(self) -> RoundState:
+        """The state of requests that go on without a draft: the last valid tokens (R = 1), without hidden states
+        (A = D = 0)."""
+        token_B1 = self.token_BR.gather(1, self.count_B[:, None] - 1)
+        return RoundState.first(token_B1[:, 0], self.aux_BRAD.new_empty(len(token_B1), 0, 0), self.length_B)
 
-    def lengths(self) -> list[Tensor]:
-        """The members of `tensors` that are lengths of caches."""
+    def idle(self, size: int) -> RoundState:
+        """The state of `size` requests that do not exist: one token of an empty text."""
+        return replace(self._map(lambda x: x.new_zeros(size, *x.shape[1:])), count_B=self.count_B.new_ones(size))
 
-    def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces `tensors` by others."""
+    def rows(self, n: int) -> RoundState:
+        """The same state with R = n rows: cut, or padded with zeros."""
+        if n == self.token_BR.shape[1]:
+            return self
+        return self._map(lambda x: _resized(x, n) if x.dim() > 1 else x)
 
-    def idle(self, spare: Any, size: int) -> Drafter:
-        """A drafter of the same draft for `size` requests that do not exist, which share the segment of a cache."""
+    def select(self, index_B: Tensor) -> RoundState:
+        """The requests with these indices (int64)."""
+        return self._map(lambda x: x[index_B])
+
+    def to(self, device: torch.device) -> RoundState:
+        """The state on another device. Only a copy to the CPU is waited for."""
+        return self._map(lambda x: x.to(device, non_blocking=device.type != "cpu"))
+
+    @staticmethod
+    def concatenate(states: Sequence[RoundState]) -> RoundState:
+        """The requests of several states with equal R; a single state itself, not a copy."""
+        if len(states) == 1:
+            return states[0]
+        return RoundState(*(torch.cat(x) for x in zip(*(vars(s).values() for s in states), strict=True)))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> RoundState:
+        return RoundState(*(change(x) for x in vars(self).values()))
+
+
+def _resized(x_BR: Tensor, n: int) -> Tensor:
+    if n <= x_BR.shape[1]:
+        return x_BR[:, :n]
+    return torch.cat([x_BR, x_BR.new_zeros(x_BR.shape[0], n - x_BR.shape[1], *x_BR.shape[2:])], dim=1)
 
 
 class Timer:
@@ -190,7 +234,7 @@ class Rounds:
     """
 
     target: DecodingTarget
-    drafter: Drafter
+    drafter: Proposer | NoDrafter
     layers: Sequence[int] | None
     cache: Cache
     state: RoundState
@@ -243,7 +287,7 @@ class Rounds:
         return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
 
 
-def can_capture(target: DecodingTarget, drafter: Drafter) -> bool:
+def can_capture(target: DecodingTarget, drafter: Proposer | NoDrafter) -> bool:
     """Whether rounds can be captured as CUDA graphs: the target is native, target and draft are on GPUs in a dtype that
     the kernels support, and drafting does not ask the device when to end."""
     native = target.implementation == "native" and has_kernels(target.device, target.dtype)

@@ -1,6 +1,6 @@
 """Shapes of a round's draft: a chain, EAGLE-2's dynamic tree, or a fixed tree.
 
-Each shape grows trees from the logits of any source (`decode/sources.py`).
+Each shape grows trees from the logits of any proposer (`decode/propose.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fledge.decode.sources import CandidateSource, Front
+from fledge.decode.propose import Front, Proposer
 from fledge.drafts.draft import Draft
 from fledge.ops.attention_tree import VisibleBits, pack_bits
 from fledge.ops.device import current_device
@@ -30,19 +30,19 @@ class Shape(Protocol):
     expanded: int
     ends_early: bool = False
 
-    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
-        """Grows trees below the roots (target ids, int64 [B]) from the logits of `CandidateSource.begin`. Returns the
-        trees and, for `CandidateSource.end`, each node's index among the expanded nodes, int64 [B, N]."""
+    def grow(self, proposer: Proposer, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+        """Grows trees below the roots (target ids, int64 [B]) from the logits of `Proposer.begin`. Returns the
+        trees and, for `Proposer.end`, each node's index among the expanded nodes, int64 [B, N]."""
         ...
 
 
 class Chain(Shape):
-    """Chains of up to `depth` tokens, the likeliest by the source's logits or drawn as the source's sampling says. The
-    draft's probabilities are the softmax of the source's logits, with the noise of coupled drafting.
+    """Chains of up to `depth` tokens, the likeliest by the proposer's logits or drawn as its sampling says. The
+    draft's probabilities are the softmax of the proposer's logits, with the noise of coupled drafting.
 
     With `confidence` above 0, a chain ends after the first token that brings the draft's probability of the chain below
     `confidence`. This last token is kept: verification stays lossless, because whether a position is drafted depends
-    only on earlier tokens. A sequential source then waits for the device at each step; otherwise nothing waits.
+    only on earlier tokens. A sequential proposer then waits for the device at each step; otherwise nothing waits.
     """
 
     def __init__(self, depth: int, confidence: float = 0.0, device: torch.device | str = "cpu"):
@@ -54,28 +54,28 @@ class Chain(Shape):
         self.slot_N = torch.arange(-1, depth, device=device)
         self.whole_slot_N = self.slot_N.where(self.slot_N < depth - 1, -1)
 
-    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+    def grow(self, proposer: Proposer, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
         tokens, qs, chances = [root_B[:, None]], [], []
         logits_BSW, k = logits_BKW[:, : self.depth], 0
         while True:
-            token_BS, q_BSW, chance_BS = self._choose(logits_BSW, source, k)
+            token_BS, q_BSW, chance_BS = self._choose(logits_BSW, proposer, k)
             tokens.append(token_BS)
             qs.append(q_BSW)
             if self.confidence:
                 chance_BS = chance_BS.cumprod(1) if chance_BS.shape[1] > 1 else chance_BS
                 chances.append(chance_BS * chances[-1][:, -1:] if chances else chance_BS)
-                if source.sequential and float(chances[-1].amax()) < self.confidence:
+                if proposer.sequential and float(chances[-1].amax()) < self.confidence:
                     break
             k += token_BS.shape[1]
             rest_BS = None
             if k == 1 < self.depth and q_BSW is None and not self.confidence:
-                rest_BS = source.rest_of_chain(token_BS, self.depth - 1)
+                rest_BS = proposer.rest_of_chain(token_BS, self.depth - 1)
             if rest_BS is not None:
                 tokens.append(rest_BS)
                 break
             if k == self.depth:
                 break
-            logits_BSW = source.expand(Front(token_BS))
+            logits_BSW = proposer.expand(Front(token_BS))
         token_BN = torch.cat(tokens, dim=1)
         (B, N), count_B = token_BN.shape, None
         slot_BN = self.whole_slot_N.expand(B, -1)
@@ -85,26 +85,24 @@ class Chain(Shape):
         q_BKW = None if qs[0] is None else torch.cat(qs, dim=1)
         return Tree(token_BN, None, N - 1, count_B, q_BKW), slot_BN
 
-    def _choose(
-        self, logits_BSW: Tensor, source: CandidateSource, k: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _choose(self, logits_BSW: Tensor, proposer: Proposer, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The target ids of the tokens of S levels from level k on, int64 [B, S]; the distributions of drawn tokens,
         float64 [B, S, W], else None; and where chains end early, the tokens' draft probabilities [B, S], else None."""
-        sampling, q_BSW = source.sampling, None
+        sampling, q_BSW = proposer.sampling, None
         if sampling is not None and sampling.samples_draft:
             scores_BSW = sampling.settle(sampling.temper(logits_BSW.double()))
-            position_BS = source.cache.length_B[:, None] + 1 + k + self.level_K[: logits_BSW.shape[1]]
+            position_BS = proposer.cache.length_B[:, None] + 1 + k + self.level_K[: logits_BSW.shape[1]]
             choice_BS = gumbel_argmax(scores_BSW, sampling.keys(position_BS, DRAFT))
             q_BSW = scores_BSW.softmax(-1)
         elif self.confidence:
             choice_BS = argmax_rows(logits_BSW)
         else:
-            return argmax_rows(logits_BSW, source.target_id_W), None, None
+            return argmax_rows(logits_BSW, proposer.target_id_W), None, None
         chance_BS = None
         if self.confidence:
             p_BSW = logits_BSW.softmax(-1)
             chance_BS = p_BSW.amax(-1) if q_BSW is None else p_BSW.gather(2, choice_BS[..., None])[..., 0]
-        return source.to_target(choice_BS), q_BSW, chance_BS
+        return proposer.to_target(choice_BS), q_BSW, chance_BS
 
 
 class DynamicTree(Shape):
@@ -120,13 +118,13 @@ class DynamicTree(Shape):
         self.depth, self.nodes, self.width = depth, nodes, min(width, draft.config.draft_vocab_size)
         self.levels, self.expanded = depth, (depth - 1) * self.width
 
-    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
-        ids_W, w = source.target_id_W, self.width
+    def grow(self, proposer: Proposer, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+        ids_W, w = proposer.target_id_W, self.width
         found = Candidates.empty(root_B.numel(), self.depth, w, root_B.device)
         front = add_level(found, 0, *likeliest(logits_BKW[:, :1], w), ids_W)
         for level in range(1, self.depth):
             visible = VisibleBits(found.seen(level - 1), level * w)
-            logits_BMW = source.expand(Front(*front, visible))
+            logits_BMW = proposer.expand(Front(*front, visible))
             front = add_level(found, level, *likeliest(logits_BMW, w), ids_W)
         token_BN, parent_BN, slot_BN = best_nodes(found, self.nodes, root_B, ids_W)
         return Tree(token_BN, parent_BN, self.depth), slot_BN
@@ -168,7 +166,7 @@ def _levels(shape: TreeShape, device: torch.device) -> list[_Level]:
     made, before, expanded = [], [-1], []
     for level in levels[1:]:
         front = sorted({parents[n] for n in level})
-        expanded += front if made else []  # the root is not expanded: the source has the root's logits already
+        expanded += front if made else []  # the root is not expanded: the proposer has the root's logits already
         above, seen = [before.index(parents[n]) for n in front], [[m in paths[n] for m in expanded] for n in front]
         of = [front, above, level, [front.index(parents[n]) for n in level], [ranks[n] for n in level]]
         indices = (torch.tensor(x, device=device) for x in of)
@@ -195,13 +193,13 @@ class FixedTree(Shape):
         self.slot_N = torch.full((self.nodes,), -1, device=draft.device)
         self.slot_N[nodes] = torch.arange(self.expanded, device=draft.device)
 
-    def grow(self, source: CandidateSource, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+    def grow(self, proposer: Proposer, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
         B, logits = root_B.numel(), logits_BKW[:, :1]
         token_BN = root_B[:, None].repeat(1, self.parent_N.numel())
         for i, level in enumerate(self.places):
             F = level.parents.numel()
             if i:
-                logits = source.expand(level.front(token_BN))
+                logits = proposer.expand(level.front(token_BN))
             ranked = largest(logits, level.ranks)[1].expand(B, F, -1)
-            token_BN[:, level.nodes] = source.to_target(ranked[:, level.parent, level.rank])
+            token_BN[:, level.nodes] = proposer.to_target(ranked[:, level.parent, level.rank])
         return Tree(token_BN, self.parent_N.expand(B, -1), len(self.places)), self.slot_N.expand(B, -1)

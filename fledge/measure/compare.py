@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fledge import __version__
+from fledge.decode.drafting import Drafting
 from fledge.decode.options import prepare_rounds
-from fledge.decode.propose import Drafting
 from fledge.drafts.weights import open_draft, read_draft_config
 from fledge.io.fingerprints import draft_sha256
 from fledge.io.machine import command, restoring_signals

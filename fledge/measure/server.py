@@ -12,9 +12,9 @@ from typing import Any
 
 from fledge.config import DraftConfig
 from fledge.data.template import ChatTemplate, ModeWarning, untrained_mode
+from fledge.decode.drafting import Drafting
 from fledge.decode.engine import Engine
 from fledge.decode.options import AUTO
-from fledge.decode.propose import Drafting
 from fledge.drafts.weights import open_draft
 from fledge.engines.client import Client, Decoding, Server
 from fledge.engines.export import trained_depth

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fledge.decode.drafting import Drafting
 from fledge.decode.load import load
-from fledge.decode.propose import Drafting, Proposer
-from fledge.decode.state import RoundState
+from fledge.decode.propose import Proposer
+from fledge.decode.rounds import RoundState
 from fledge.drafts.draft import Draft
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.transformers import TransformersTarget
@@ -62,7 +63,7 @@ def state_of(token_R: Tensor, aux_RAD: Tensor) -> RoundState:
 
 def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, slots: int = 256) -> Tree:
     """The tree that a proposer drafts for a single request; the first call gives the request this number of slots."""
-    if not proposer.source.cache.segments:
+    if not proposer.cache.segments:
         proposer.append(proposer.new_cache([slots]))
     return proposer.propose(state_of(token_R, aux_RAD))
 
