@@ -712,7 +712,7 @@ def test_eval_fails_when_outputs_differ(made, draft, fledge, monkeypatch):
             verdict.token_BR.remainder_(400)
         return verdict
 
-    replace_function(monkeypatch, verify, "verify_by_match", wrong)
+    replace_function(monkeypatch, verify, "accept_by_match", wrong)
     words = ["--prompts", made / "prompts.jsonl", "--max-new-tokens", 12, "--json"]
     found = fledge("eval", "--target", made / "target", "--draft", draft, *words)
     assert found.code == 2 and "changed the output" in found.err

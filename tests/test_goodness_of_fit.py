@@ -192,11 +192,11 @@ def skip_the_residual(residual: Any, p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 
 def redraw_after_a_mismatch(
-    rule: Any, tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, seen_BV: Tensor
+    rule: Any, tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, seen_BNV: Tensor
 ) -> Verdict:
-    verdict = rule(tree, logits_BNV, length_B, sampling, seen_BV)
+    verdict = rule(tree, logits_BNV, length_B, sampling, seen_BNV)
     last_B1 = verdict.count_B[:, None] - 1
-    scores_BNV = sampling.process(logits_BNV, verify.seen_by_node(tree, seen_BV))
+    scores_BNV = sampling.process(logits_BNV, seen_BNV)
     state_B1 = sampling.keys(length_B[:, None] + 1 + last_B1, RESIDUAL)
     again_BN = gumbel_argmax(scores_BNV, state_B1.expand(-1, DEPTH + 1))
     wrong_BR = verdict.token_BR.scatter(1, last_B1, again_BN.gather(1, last_B1))
@@ -222,7 +222,7 @@ def accept_always(uniforms: Any, *given: Any) -> Tensor:
 
 BROKEN: dict[str, tuple[str, str, Any]] = {  # name -> (draft, function of verify, what replaces it)
     "residual skipped": ("sample", "residual", skip_the_residual),
-    "mismatch redrawn": ("coupled", "verify_by_match", redraw_after_a_mismatch),
+    "mismatch redrawn": ("coupled", "draw_along_the_path", redraw_after_a_mismatch),
     "a node without its last token": ("coupled", "seen_by_node", leave_the_last_token_out),
     "every node on the committed prefix": ("sample", "seen_by_node", see_the_committed_prefix_alone),
     "accepted too often": ("sample", "uniforms", accept_too_often),

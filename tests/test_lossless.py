@@ -242,19 +242,19 @@ def test_a_draft_equal_to_its_target_is_always_accepted(monkeypatch: pytest.Monk
     engine = load(target, tiny_draft(target, draft_vocab_size=150), depth=3)
     seen = []
 
-    def spy(rule, tree, logits_BNV, length_B, sampling, target_ids_W, seen_BV):
+    def spy(rule, tree, scores_BNV, length_B, sampling, target_ids_W):
         drafted = tree.token_BN[0, 1:].tolist()
         assert target_ids_W.tolist() == engine.draft.target_ids().tolist()
         torch.testing.assert_close(tree.q_BKW.sum(-1), torch.ones(1, 3, dtype=torch.float64))
         places = [target_ids_W.tolist().index(t) for t in drafted]
         assert all(tree.q_BKW[0, k, place] > 0 for k, place in enumerate(places))
         seen.append(drafted)
-        perfect = replace(tree, q_BKW=sampling.process(logits_BNV).double().softmax(-1)[:, :-1])
-        ((_, tokens),) = rule(perfect, logits_BNV, length_B, sampling, torch.arange(400)).to_lists()
+        perfect = replace(tree, q_BKW=scores_BNV.double().softmax(-1)[:, :-1])
+        ((_, tokens),) = rule(perfect, scores_BNV, length_B, sampling, torch.arange(400)).to_lists()
         assert tokens[:-1] == drafted
-        return rule(tree, logits_BNV, length_B, sampling, target_ids_W, seen_BV)
+        return rule(tree, scores_BNV, length_B, sampling, target_ids_W)
 
-    replace_function(monkeypatch, verify, "verify_by_rejection", spy)
+    replace_function(monkeypatch, verify, "accept_by_rejection", spy)
     engine.generate([5, 6, 7], max_new_tokens=20, sampling=Sampling(temperature=0.8, draft="sample"))
     assert seen
 
@@ -512,7 +512,7 @@ def forget_nothing(keep: Any, cache: TargetCache, path_BR: Any, count_B: Tensor)
 
 
 MUTATIONS = [  # (owner, function, what replaces it, the target's implementation is native)
-    (verify, "verify_by_match", commit_the_drafts_token, False),
+    (verify, "accept_by_match", commit_the_drafts_token, False),
     (Rounds, "verify_trees", commit_one_too_many, False),
     (TargetCache, "keep", forget_a_token_too_few, False),
     (TargetCache, "keep", forget_nothing, False),

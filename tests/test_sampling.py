@@ -125,13 +125,6 @@ def test_greedy_logits_are_left_as_they_are() -> None:
     assert BatchSampling.of([Sampling()], [0], "cpu").process(logits_BNV) is logits_BNV
 
 
-def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(ValueError, match="2 samplings need as many request numbers, not 1"):
-        BatchSampling.of([Sampling()] * 2, [0], "cpu")
-    with pytest.raises(ValueError, match="a repetition penalty needs the tokens before each node; give seen_BV"):
-        BatchSampling.of([Sampling(repetition_penalty=2.0)], [0], "cpu").process(torch.zeros(1, 1, V))
-
-
 def test_tokens_seen_are_those_of_the_path() -> None:
     """Also where a node outside the path has a token of it, and where ids go beyond the target's head."""
     tree = Tree(torch.tensor([[4, 5, 6, 5, 9]]), torch.tensor([[-1, 0, 0, 2, 1]]), 4)

@@ -22,8 +22,6 @@ from fledge.decode.verify import (
     draw_along_the_path,
     residual,
     verify,
-    verify_by_match,
-    verify_by_rejection,
 )
 from fledge.types import Sampling, Tree, Verdict
 from support.decoding import Remembers
@@ -126,8 +124,8 @@ def test_both_rules_are_their_definitions(kind: str) -> None:
     lengths = set()
     for seed in range(60):
         made = case(seed, kind)
-        by_match = verify_by_match(made.tree, *made.given, made.seen_BV).to_lists()
-        by_rejection = verify_by_rejection(made.chain, *made.given, made.target_ids_W, made.seen_BV).to_lists()
+        by_match = verify(made.tree, *made.given, seen_BV=made.seen_BV).to_lists()
+        by_rejection = verify(made.chain, *made.given, made.target_ids_W, made.seen_BV).to_lists()
         for b in range(len(made.samplings)):
             assert by_match[b] == made.by_match(b), (seed, b)
             assert by_rejection[b] == made.by_rejection(b), (seed, b)

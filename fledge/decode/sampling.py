@@ -44,10 +44,7 @@ class BatchSampling:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], requests: Sequence[int], device: torch.device | str) -> BatchSampling:
-        """The options of requests with the numbers `requests`, without the logits processors. Raises ValueError unless
-        each request has a number."""
-        if len(samplings) != len(requests):
-            raise ValueError(f"{len(samplings)} samplings need as many request numbers, not {len(requests)}")
+        """The options of requests with the numbers `requests`, without the logits processors."""
         top_k = [0 if s.greedy else min(int(s.top_k), LARGEST) for s in samplings]
         top_p = [1.0 if s.greedy else s.top_p for s in samplings]
         penalty = [s.repetition_penalty for s in samplings]
@@ -107,12 +104,9 @@ class BatchSampling:
         return self.warp(self.penalize(logits_BNV, seen_BNV))
 
     def penalize(self, logits_BNV: Tensor, seen_BNV: Tensor | None = None) -> Tensor:
-        """The first part of `process`: the repetition penalty, as RepetitionPenaltyLogitsProcessor. Raises ValueError
-        if a penalty needs `seen_BNV` and the argument is None."""
+        """The first part of `process`: the repetition penalty, as RepetitionPenaltyLogitsProcessor."""
         if not self.penalizes:
             return logits_BNV
-        if seen_BNV is None:
-            raise ValueError("a repetition penalty needs the tokens before each node; give seen_BV")
         scores = at_least_float32(logits_BNV)
         penalty_B11 = _column(self.repetition_penalty_B, scores)
         return torch.where(seen_BNV, torch.where(scores < 0, scores * penalty_B11, scores / penalty_B11), scores)

@@ -48,50 +48,25 @@ def verify(
     `logits_BNV` are the target's logits after each node. `length_B` (int64) are the numbers of committed tokens without
     the root. `target_ids_W` (int64) are the target's ids of the draft's tokens, for rejection. `seen_BV` (bool) are the
     tokens of the committed prefixes, the root's included, for repetition penalties. `processing` has an entry for each
-    request if some have logits processors.
+    request if some have logits processors. Greedy decoding without penalties costs one argmax over the logits.
     """
-    drawn = tree.q_BKW is not None
+
+    def rule(scores_BNV: Tensor) -> Verdict:
+        given = tree, scores_BNV, length_B, sampling
+        return accept_by_match(*given) if tree.q_BKW is None else accept_by_rejection(*given, target_ids_W)
+
+    seen_BNV = seen_by_node(tree, seen_BV)
     if any(processing):
-
-        def rule(scores_BNV: Tensor) -> Verdict:
-            given = tree, scores_BNV, length_B, sampling
-            return accept_by_rejection(*given, target_ids_W) if drawn else accept_by_match(*given)
-
-        return verify_with_processors(rule, tree, logits_BNV, sampling, processing, seen_BV)
-    if drawn:
-        return verify_by_rejection(tree, logits_BNV, length_B, sampling, target_ids_W, seen_BV)
-    return verify_by_match(tree, logits_BNV, length_B, sampling, seen_BV)
-
-
-def verify_by_match(
-    tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, seen_BV: Tensor | None = None
-) -> Verdict:
-    """Commits the target's own tokens, up to and including the first token that the request's tree does not contain.
-
-    The arguments are as in `verify`. Greedy decoding without penalties costs one argmax over the logits.
-    """
-    seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
+        return verify_with_processors(rule, tree, logits_BNV, sampling, processing, seen_BNV)
     dear = sampling.filters or logits_BNV.numel() > FEW
-    if sampling.samples and dear and logits_BNV.device.type == "cpu":
+    if tree.q_BKW is None and sampling.samples and dear and logits_BNV.device.type == "cpu":
         return draw_along_the_path(tree, logits_BNV, length_B, sampling, seen_BNV)
-    return accept_by_match(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling)
-
-
-def verify_by_rejection(
-    tree: Tree, logits_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, target_ids_W: Tensor,
-    seen_BV: Tensor | None = None,
-) -> Verdict:  # fmt: skip
-    """Accepts each drafted token of a chain with probability min(1, p/q). The first rejected token is replaced by a
-    draw from the residual; if all are accepted, the next token is drawn from the target.
-
-    The arguments are as in `verify`. (Leviathan et al. 2023, algorithm 1, for all positions at once.)
-    """
-    seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
-    return accept_by_rejection(tree, sampling.process(logits_BNV, seen_BNV), length_B, sampling, target_ids_W)
+    return rule(sampling.process(logits_BNV, seen_BNV))
 
 
 def accept_by_match(tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling) -> Verdict:
-    """`verify_by_match` of processed scores."""
+    """Commits the target's own tokens, up to and including the first token that the request's tree does not contain.
+    `scores_BNV` are processed logits (`BatchSampling.process`)."""
     return accept_own(tree, choose(tree, scores_BNV, length_B, sampling))
 
 
@@ -144,7 +119,9 @@ def draw_along_the_path(
 def accept_by_rejection(
     tree: Tree, scores_BNV: Tensor, length_B: Tensor, sampling: BatchSampling, target_ids_W: Tensor
 ) -> Verdict:
-    """`verify_by_rejection` of processed scores."""
+    """Accepts each drafted token of a chain with probability min(1, p/q). The first rejected token is replaced by a
+    draw from the residual; if all are accepted, the next token is drawn from the target. `scores_BNV` are processed
+    logits. (Leviathan et al. 2023, algorithm 1, for all positions at once.)"""
     B, N, V = scores_BNV.shape
     scores_BNV = sampling.settle(scores_BNV.double())
     p_BNV = scores_BNV.softmax(-1)
@@ -172,7 +149,7 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 
 def verify_with_processors(
     rule: Callable[[Tensor], Verdict], tree: Tree, logits_BNV: Tensor, sampling: BatchSampling,
-    processing: Sequence[Processing | None], seen_BV: Tensor | None = None,
+    processing: Sequence[Processing | None], seen_BNV: Tensor | None,
 ) -> Verdict:  # fmt: skip
     """Verifies by `rule`, which makes a verdict of scores [B, N, V], with each request's logits processors.
 
@@ -182,7 +159,6 @@ def verify_with_processors(
     rule, called with all scores so far, finds those of the next level. Synchronizes the device once a level.
     """
     B, levels = logits_BNV.shape[0], tree.levels + 1
-    seen_BNV = seen_by_node(tree, seen_BV) if sampling.penalizes else None
     logits_BNV = at_least_float32(sampling.penalize(logits_BNV, seen_BNV)).clone()
     scores_BNV = sampling.warp(logits_BNV).clone()
     going = [b for b, of_request in enumerate(processing) if of_request]
