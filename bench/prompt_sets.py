@@ -22,7 +22,7 @@ from typing import Any
 
 from fledge.decode.engine import Completion, Engine
 from fledge.decode.load import load
-from fledge.decode.prepare import prepare
+from fledge.decode.scheduler import prepare
 from fledge.io.machine import environment, resolve_device
 from fledge.measure.metrics import paused, tau
 from fledge.measure.prompts import first_prompt, read_prompts

@@ -97,7 +97,7 @@ def test_kernels_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 DECODE_CASES = ("token", "chain of 7", "tree of 60", "one pass of 7")
 
 
-@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")  # the draft is random
+@pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")  # the draft is random
 def test_decode_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The more rows, the more of the experts count."""
     words = "--shape", "tiny-moe", "--context", 9, "--new", 6, "--batch", 1, 2, "--case", "token", "chain of 7"
@@ -106,7 +106,7 @@ def test_decode_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(rows) == 4 and all(0 < r["floor_ms"] < r["ms"] for r in rows) and floors[0] < floors[1] < floors[2]
 
 
-@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")  # the draft is random
+@pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")  # the draft is random
 def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of round is timed, and none reads its weights faster than the machine."""
     words = "--shape", "tiny", "--context", 9, "--new", 12, "--batch", 1, 2

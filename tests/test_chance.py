@@ -12,7 +12,7 @@ import torch
 
 from fledge.config import DraftConfig, Provenance
 from fledge.data.record import Record
-from fledge.decode.chance import ROUNDS, ChanceWarning, ChanceWatch
+from fledge.decode.draft_size import CHANCE_ROUNDS, ChanceWarning, ChanceWatch
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
 from fledge.io.display import held_warnings
@@ -65,7 +65,7 @@ def test_the_warning_about_a_draft_at_chance_names_likely_causes():
     ("trace", "sampling"),
     [
         (rounds(10, 110), Sampling()),  # the draft is useful
-        (rounds(0, ROUNDS - 1), Sampling()),  # too few rounds to judge
+        (rounds(0, CHANCE_ROUNDS - 1), Sampling()),  # too few rounds to judge
         (Trace([Round(0, 0)] * 200), Sampling()),  # nothing was drafted
         (rounds(0, 200), Sampling(temperature=1.5)),  # nearly random text
         (rounds(0, 200), Sampling(processors=[lambda ids, scores: scores])),  # processors change the text
@@ -113,8 +113,8 @@ def test_the_command_line_prints_the_warning_as_a_sentence(fledge, tmp_path, mon
 def test_the_warning_comes_after_the_text(target, monkeypatch) -> None:
     """The rest of a text, such as the beginning of a stop string, comes first; a command ends the line before it shows
     a warning."""
-    monkeypatch.setattr("fledge.decode.chance.ROUNDS", 1)
-    monkeypatch.setattr("fledge.decode.chance.AT_CHANCE", 2.0)
+    monkeypatch.setattr("fledge.decode.draft_size.CHANCE_ROUNDS", 1)
+    monkeypatch.setattr("fledge.decode.draft_size.AT_CHANCE", 2.0)
     engine, came = load(target, tiny_draft(target)), []
     plain = engine.generate(PROMPTS[0], max_new_tokens=9, speculate=False).text
     with warnings.catch_warnings():

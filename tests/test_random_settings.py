@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fledge.decode import batch as batches
-from fledge.decode.chance import ChanceWarning
+from fledge.decode.draft_size import ChanceWarning
 from fledge.decode.engine import Completion
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft

@@ -29,10 +29,10 @@ from fledge.decode import engine as engines
 from fledge.decode import rounds, scheduler
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
-from fledge.decode.prepare import Prepared, prepare
 from fledge.decode.request import Completion
 from fledge.decode.rounds import RoundState
 from fledge.decode.sampling import BatchSampling
+from fledge.decode.scheduler import Prepared, prepare
 from fledge.drafts import kv_cache
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of

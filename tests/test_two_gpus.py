@@ -72,7 +72,7 @@ def completions(engine: Engine, way: str, batch: int) -> list[Any]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")
+@pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")
 @pytest.mark.parametrize("gpus", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")], ids=["0 and 1", "1 and 0"])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("way", WAYS)
@@ -116,7 +116,7 @@ def test_two_gpus_give_the_tokens_of_one(
     assert not any(r.copied_bytes for c in expected for r in c.trace.rounds)
 
 
-@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")
+@pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("way", WAYS)
 def test_rounds_without_graphs(way: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_rank_that_holds_the_target_is_stopped_and_killed(tmp_path: Path) -> N
         assert number == signal.SIGKILL or "continue with: fledge train" in told.replace("\n", ""), told
 
 
-@pytest.mark.filterwarnings("ignore::fledge.decode.chance.ChanceWarning")
+@pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")
 @pytest.mark.parametrize("draft_gpu", ["cuda:0", "cuda:1"])
 @pytest.mark.parametrize("way", ["chain", "tree", "one pass"])
 def test_a_target_on_two_gpus(way: str, draft_gpu: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.data.template import ChatTemplate
-from fledge.decode.chance import AT_CHANCE
+from fledge.decode.draft_size import AT_CHANCE
 from fledge.drafts.weights import DraftFiles, build_draft, check_draft, meta_draft, open_draft, tensor_problems
 from fledge.engines.export import export
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported

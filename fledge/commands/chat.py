@@ -60,7 +60,7 @@ def run(options: ChatOptions, progress: Any) -> None:
 def open_session(options: ChatOptions, progress: Any) -> Session:
     """Loads the models. Raises ValueError if the options do not fit the target."""
     from fledge.chat import Session
-    from fledge.decode.prepare import TOKENS
+    from fledge.decode.scheduler import TOKENS
 
     sampling = options.sampling()
     engine = options.load_engine(options.draft, options.draft_mode, progress.say)

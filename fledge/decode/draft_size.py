@@ -1,4 +1,4 @@
-"""The draft size of a round, chosen while decoding (`depth="auto"`).
+"""What acceptance says while decoding: the draft size of a round (`depth="auto"`), and whether a draft is at chance.
 
 The best size commits the most tokens per second: the tokens that a round is expected to commit, by the acceptance
 measured lately, divided by the seconds of a round. Where no size pays, the engine rests: it decodes without the draft,
@@ -8,11 +8,14 @@ and tries drafting again now and then.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fledge.config import DraftConfig
 from fledge.decode.rounds import graph_size
+from fledge.types import Sampling, Trace
 
 HELD, SETTLED = 6, 24  # rounds between two choices: while the seconds of a round are measured, and later
 TIMED, LATEST = 3, 9  # the fewest rounds of a size whose seconds count as known, and the most that are kept
@@ -25,6 +28,8 @@ REST, LONGEST_REST = 200, 6400  # rounds at rest before drafting is tried: at fi
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth that was never drafted, relative to the depth above
 GROWTH = 0.2  # assumed: accepted tokens grow with this power of a tree's nodes
+CHANCE_ROUNDS = 100  # the fewest rounds by which a draft is judged
+AT_CHANCE = 0.08  # share of accepted first tokens; common tokens reach a few percent, a trained draft over 20 percent
 
 
 @dataclass(frozen=True, order=True)
@@ -174,3 +179,44 @@ def _line(points: Sequence[tuple[int, float]], x: int) -> float:
     (a, low), (b, high) = points[i - 1], points[i]
     slope = max(high - low, 0.0) / (b - a) if b > a else 0.0
     return max(high + slope * (x - b), least)
+
+
+class ChanceWarning(UserWarning):
+    """The first drafted token of a round is accepted no more often than by chance."""
+
+
+class ChanceWatch:
+    """Counts how often the first drafted token of a round is accepted, over all that an engine decodes. Verification
+    keeps the output right with any draft, so a useless draft would otherwise be noticed by its cost in time only."""
+
+    def __init__(self) -> None:
+        self.rounds = self.accepted = 0
+        self.warned = False
+
+    def add(self, traces: Sequence[Trace], samplings: Sequence[Sampling], config: DraftConfig, target: str) -> None:
+        """Counts finished requests, and warns once if the draft for `target` turns out to be at chance. Requests with a
+        temperature above 1 or with logits processors are not counted, since even a good draft may fail there."""
+        counted = [t for t, s in zip(traces, samplings, strict=True) if s.temperature <= 1 and not s.processors]
+        rounds = [r for t in counted for r in t.rounds if r.drafted]
+        self.rounds += len(rounds)
+        self.accepted += sum(r.accepted > 0 for r in rounds)
+        if not self.warned and rounds and self.rounds >= CHANCE_ROUNDS and self.accepted < AT_CHANCE * self.rounds:
+            self.warned = True
+            warnings.warn(_chance_message(self.accepted, self.rounds, config, target), ChanceWarning, stacklevel=4)
+
+
+def _chance_message(accepted: int, rounds: int, config: DraftConfig, target: str) -> str:
+    known = config.provenance.target
+    causes = []
+    if not known or known != target:
+        causes.append(f"it was trained for another target of the same size (its config names {known or 'none'})")
+    if config.family.reads_layers:
+        causes.append(f"its config's norm_before_residual ({str(config.norm_before_residual).lower()}) is wrong")
+        layers = f"{', '.join(map(str, config.aux_layers))}" if config.aux_layers else "the default ones"
+        causes.append(f"it was trained on other layers than its config names ({layers})")
+    others = "; ".join(causes) + "; or " * bool(causes)
+    return (
+        f"the first drafted token was accepted in only {accepted} of {rounds} rounds, about as often as by chance, so "
+        f"the draft only makes {target or 'the target'} slower. Likely causes: {others}it was "
+        "trained on too little text of this kind"
+    )

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from weakref import WeakKeyDictionary, WeakSet
 
 from fledge.decode.batch import Batch
-from fledge.decode.chance import ChanceWatch
+from fledge.decode.draft_size import ChanceWatch
 from fledge.decode.drafting import Drafting
-from fledge.decode.prepare import Counter, Prepared, no_count, prepare
 from fledge.decode.propose import NoDrafter
 from fledge.decode.request import Completion, PromptLike, Request, check_prompt, check_prompts, is_several
 from fledge.decode.rounds import EagerWarning, can_capture
-from fledge.decode.scheduler import DecodeLoop
+from fledge.decode.scheduler import Counter, DecodeLoop, Prepared, no_count, prepare
 from fledge.decode.text import TextStream
 from fledge.drafts.draft import Draft
 from fledge.ops.device import has_kernels
@@ -166,7 +165,7 @@ class Engine:
         Afterwards, requests with the same options come and go without capturing, while each has at most `tokens`
         tokens, prompt and answer together (None: 2,048, or the target's context); room for the tokens is reserved. The
         sampling parameters, `speculate` and the errors are those of `generate_all`. `count` is as in
-        `fledge.decode.prepare`. Does nothing where rounds are not captured (on a CPU, with a target that transformers
+        `fledge.decode.scheduler`. Does nothing where rounds are not captured (on a CPU, with a target that transformers
         computes, with logits processors).
         """
         _check_batch(batch)

@@ -140,8 +140,8 @@ class DecodeOptions(Options):
 def prepare_rounds(
     arms: Sequence[tuple[Engine, bool]], progress: ProgressDisplay, *, batch: int, tokens: int, sampling: Sampling
 ) -> None:
-    """Captures rounds with `fledge.decode.prepare.prepare`, shows the progress, and reports the cost, if any."""
-    from fledge.decode.prepare import prepare
+    """Captures rounds with `fledge.decode.scheduler.prepare`, shows the progress, and reports the cost, if any."""
+    from fledge.decode.scheduler import prepare
 
     prepared = prepare(arms, batch, tokens=tokens, sampling=sampling, count=progress.count)
     if prepared.rounds:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record, parse_record
 from fledge.data.sources import COMPRESSED, Source, is_preset
-from fledge.decode.chance import ChanceWarning
+from fledge.decode.draft_size import ChanceWarning
 from fledge.io.fields import first_line
 from fledge.io.hub import quiet_hub
 from fledge.types import Trace
