@@ -18,7 +18,8 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from fledge.targets.loading import load_head, load_target
+from fledge.targets.distributed import load_head
+from fledge.targets.loading import load_target
 from fledge.train.setup.target import target_fingerprint
 from support.targets import FAMILIES, tiny_target, tiny_target_directory
 

@@ -14,7 +14,8 @@ from fledge.drafts.weights import load_draft, read_draft_config, save_draft
 from fledge.io import hub
 from fledge.io.hub import draft_directory, split_revision
 from fledge.targets import loading
-from fledge.targets.loading import load_head, load_target
+from fledge.targets.distributed import load_head
+from fledge.targets.loading import load_target
 from support.chats import tiny_chats
 from support.hub import Repository, serving, stand_in
 from support.targets import tiny_draft, tiny_target_directory
@@ -145,9 +146,9 @@ def test_only_the_files_that_are_needed_are_downloaded(served):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_hub_library_shows_its_bars_unless_they_were_disabled(served, monkeypatch, shown):
-    during, read = [], loading._read_tokenizer
+    during, read = [], loading.read_tokenizer
     monkeypatch.setattr(
-        loading, "_read_tokenizer", lambda *given: during.append(not are_progress_bars_disabled()) or read(*given)
+        loading, "read_tokenizer", lambda *given: during.append(not are_progress_bars_disabled()) or read(*given)
     )
     (enable_progress_bars if shown else disable_progress_bars)()
     try:

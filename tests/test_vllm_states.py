@@ -32,7 +32,8 @@ from fledge.states.vllm_files import (
     lock_state,
     serve_words,
 )
-from fledge.targets.loading import load_head, load_target
+from fledge.targets.distributed import load_head
+from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.setup.options import ServedOptions

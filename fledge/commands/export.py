@@ -93,7 +93,7 @@ def _without_copied_embeddings(draft: DraftFiles, target: str) -> DraftFiles:
     embeddings of the target's width, or if the embeddings differ from the target's."""
     import torch
 
-    from fledge.targets.loading import load_head
+    from fledge.targets.distributed import load_head
 
     if not draft.config.own_embeddings or draft.config.hidden_size != draft.config.target_hidden_size:
         raise ValueError(

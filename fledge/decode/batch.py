@@ -59,16 +59,14 @@ class Batch:
     so that the device does not wait for the host. A request that ends then runs for one extra round, and the results of
     the extra round are dropped. `layers` are the target layers that the draft reads; None without a draft. `chooser`
     chooses the size of drafts; None: always the same size. When the chooser decides to draft nothing, `rests` becomes
-    true. `drafts`: whether the batch has a draft. `records`: whether the requests' traces get the rounds.
+    true. `drafts`: whether the batch has a draft.
     """
 
-    def __init__(
-        self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None,
-        chooser: SizeChooser | None = None,
-    ):  # fmt: skip
-        self.target, self.proposer, self.layers, self.chooser = target, proposer, layers, chooser
-        self.drafts = self.records = proposer.draft is not None
+    def __init__(self, target: DecodingTarget, proposer: Proposer | NoDrafter, layers: Sequence[int] | None):
+        self.target, self.proposer, self.layers = target, proposer, layers
+        self.drafts = proposer.draft is not None
         self.kind = (self.drafts, False)  # whether the batch's requests ask for a draft, and draw drafted tokens
+        self.chooser: SizeChooser | None = None
         self.due = 0  # rounds until another size is considered
         self.rests = False  # whether the requests should go on without the draft
         self.prefill_speed = 0.0  # tokens per second of the latest part of a prompt; 0: not known
@@ -375,7 +373,7 @@ class Batch:
                 continue
             count, drafted = row[-2:]
             request.commit(row[:count])
-            if self.records:
+            if self.kind[0]:
                 if (record := plain or records.get((drafted, count))) is None:
                     record = records[drafted, count] = Round(drafted, count - 1, *times, launched.copied_bytes)
                 request.done.trace.rounds.append(record)

@@ -387,7 +387,7 @@ class Engine:
         if not drafts or self.draft is None:
             batch = Batch(self.target, NoDrafter(), None)
         else:
-            batch = Batch(self.target, self.drafting.proposer(self.draft), self.layers, self.chooser)
+            batch = Batch(self.target, self.drafting.proposer(self.draft), self.layers)
         batch.weights_at = now
         return batch
 

@@ -141,7 +141,7 @@ class DecodeLoop:
     def _open(self, kind: tuple[bool, bool]) -> Batch:
         """Opens a batch. `kind` tells whether the batch's requests (1) ask for a draft and (2) draw drafted tokens."""
         batch = self.engine.take_batch(kind[0] and not self.rests)
-        batch.kind, batch.records, batch.chooser = kind, kind[0], self.chooser if kind[0] else None
+        batch.kind, batch.chooser = kind, self.chooser if kind[0] else None
         self.batches.append(batch)
         return batch
 

@@ -1,20 +1,30 @@
-"""A target on the ranks of a training run: the bytes of weights on a rank, and the target's parts on ranks that do not
-run the target."""
+"""A target on the ranks of a training run: the bytes of weights on a rank, and the target's parts where the target does
+not run, from another rank or from files."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, broadcast
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from fledge.targets.loading import load_target
+from fledge.io.fields import read_json
+from fledge.targets.loading import empty_model, explaining_errors, load_target, read_config, read_tokenizer
 from fledge.targets.parts import ModelTarget, TargetParts
+from fledge.targets.structure import find_decoder, layers_and_norm
 
 EMBEDDING, HEAD, BIAS, LAST = "embedding", "head", "head bias", "last layer "
+
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that are not quantized
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each part
 
@@ -103,3 +113,81 @@ def target_of_parts(
         empty.head.bias = nn.Parameter(parts[BIAS], requires_grad=False)
     last_layer = {name.removeprefix(LAST): x for name, x in parts.items() if name.startswith(LAST)}
     return TargetParts(model, empty.tokenizer, last_layer=last_layer, name=str(path), **options)
+
+
+def load_head(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> TargetParts | None:
+    """The parts of a target: only the embedding, the head, the last decoder layer (without its experts) and the final
+    norm are loaded.
+
+    The parts have the properties and `logits` of the whole target, enough for training from stored features; all other
+    layers are on the meta device. Weights of the last layer that are quantized, or that transformers makes of several
+    tensors in the files, also stay on the meta device; `last_layer_weights` leaves them out. Arguments and errors are
+    as in `load_target`. Returns None if embedding, head or norm are quantized, or cannot be read one by one, as from a
+    checkpoint without safetensors.
+    """
+    device = torch.device(device)
+    with explaining_errors(path):
+        name, options, config = read_config(path, trust_remote_code)
+        if dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
+        model = empty_model(name, config, dtype, options)
+        n = config.get_text_config(decoder=True).num_hidden_layers
+        layers, norm = layers_and_norm(find_decoder(model, n), n)
+        ends = [model.get_input_embeddings(), model.get_output_embeddings(), norm]
+        # experts have other names in the files, and a draft is not initialized from them
+        mixture = {id(p) for m in layers[-1].modules() if hasattr(m, "experts") for p in m.parameters()}
+        needed, wanted = (
+            {id(p) for part in parts for p in part.parameters()} - mixture for parts in (ends, [*ends, layers[-1]])
+        )
+        keys = {id(p): key for key, p in model.named_parameters()}
+        found = _read_weights(name, model, {keys[i] for i in wanted}, options)
+        if not found.keys() >= {keys[i] for i in needed}:
+            return None
+        weights = {key: x.to(device, dtype) for key, x in found.items()}
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        tokenizer = read_tokenizer(name, options)
+    parts = TargetParts(model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+    parts.last_layer_complete = len(found) == len(wanted)
+    return parts
+
+
+def _read_weights(
+    name: str, model: PreTrainedModel, wanted: Collection[str], options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The parameters in a model's safetensors files with the names `wanted` and the model's shapes, in floating-point
+    numbers of 16 bits or more. The files may have names that transformers changes. Others are left out."""
+
+    def file_of(file: str) -> str | None:
+        return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
+
+    if index := file_of(SAFE_WEIGHTS_INDEX_NAME):
+        file_by_key = read_json(Path(index))["weight_map"]
+    else:
+        if (whole := file_of(SAFE_WEIGHTS_NAME)) is None:
+            return {}
+        with safe_open(whole, "pt") as f:
+            file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
+    names = _names_in_files(file_by_key, model)
+    keys = {key: names[key] for key in wanted if key in names}
+    found: dict[str, torch.Tensor] = {}
+    for file in {file_by_key[stored] for stored in keys.values()}:
+        with safe_open(file_of(file), "pt") as f:
+            found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
+    shapes = {key: p.shape for key, p in model.named_parameters()}
+    return {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
+
+
+def _names_in_files(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
+    """Maps the model's names of tensors to the names in files. The names differ in Qwen3.5, for example, whose files
+    have the text model as a part of a larger model, and in Nemotron-H, whose files have another prefix."""
+    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
+    state = model.state_dict()
+    return {rename_source_key(key, renamings, [], model.base_model_prefix, state)[0]: key for key in keys}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-from safetensors import safe_open
-from torch import Tensor
 from torch.distributed import broadcast
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -22,24 +20,21 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.quantizers import AutoQuantizationConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import cached_file, logging
 
 from fledge.config import RopeConfig, llama_names
 from fledge.io.fields import first_line, parse_dtype, read_json
 from fledge.io.hub import progress_counter, split_revision
 from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
-from fledge.targets.parts import ModelTarget, TargetParts
+from fledge.targets.parts import ModelTarget
 from fledge.targets.quantized import loading_alone, quantization_of, run_once
-from fledge.targets.structure import fill_with, find_decoder, layers_and_norm, shard_layers
+from fledge.targets.structure import fill_with, shard_layers
 from fledge.targets.transformers import TransformersTarget
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
 INVALID = "is not a valid JSON file"  # in transformers' message about a damaged file
-PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that are not quantized
 
 
 def load_target(
@@ -68,8 +63,8 @@ def load_target(
     check_implementation(implementation)
     device, dtype = torch.device(device), parse_dtype(dtype)
     info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
-    with _explaining_errors(path):
-        name, options, config = _read_config(path, trust_remote_code)
+    with explaining_errors(path):
+        name, options, config = read_config(path, trust_remote_code)
         wanted = dtype or (torch.float32 if device.type == "cpu" else "auto")
         quantization = quantization_of(config)
         if quantization:  # otherwise transformers would leave out an unknown quantization
@@ -90,8 +85,8 @@ def load_target(
                 if quantization:
                     run_once(model)
         else:
-            model = _empty_model(name, config, config.dtype if isinstance(wanted, str) else wanted, options)
-        tokenizer = _read_tokenizer(name, options)
+            model = empty_model(name, config, config.dtype if isinstance(wanted, str) else wanted, options)
+        tokenizer = read_tokenizer(name, options)
     _check_complete(path, info)
     options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
     if mesh is not None:
@@ -102,84 +97,6 @@ def load_target(
     target = _make_target(model if quantization else model.to(device), tokenizer, implementation, **options)
     target.parts.quantization = quantization  # transformers may load other weights if the format cannot run
     return target
-
-
-def load_head(
-    path: str | Path,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-    max_length: int | None = None,
-    trust_remote_code: bool = False,
-) -> TargetParts | None:
-    """The parts of a target: only the embedding, the head, the last decoder layer (without its experts) and the final
-    norm are loaded.
-
-    The parts have the properties and `logits` of the whole target, enough for training from stored features; all other
-    layers are on the meta device. Weights of the last layer that are quantized, or that transformers makes of several
-    tensors in the files, also stay on the meta device; `last_layer_weights` leaves them out. Arguments and errors are
-    as in `load_target`. Returns None if embedding, head or norm are quantized, or cannot be read one by one, as from a
-    checkpoint without safetensors.
-    """
-    device = torch.device(device)
-    with _explaining_errors(path):
-        name, options, config = _read_config(path, trust_remote_code)
-        if dtype is None:
-            dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.float32
-        model = _empty_model(name, config, dtype, options)
-        n = config.get_text_config(decoder=True).num_hidden_layers
-        layers, norm = layers_and_norm(find_decoder(model, n), n)
-        ends = [model.get_input_embeddings(), model.get_output_embeddings(), norm]
-        # experts have other names in the files, and a draft is not initialized from them
-        mixture = {id(p) for m in layers[-1].modules() if hasattr(m, "experts") for p in m.parameters()}
-        needed, wanted = (
-            {id(p) for part in parts for p in part.parameters()} - mixture for parts in (ends, [*ends, layers[-1]])
-        )
-        keys = {id(p): key for key, p in model.named_parameters()}
-        found = _read_weights(name, model, {keys[i] for i in wanted}, options)
-        if not found.keys() >= {keys[i] for i in needed}:
-            return None
-        weights = {key: x.to(device, dtype) for key, x in found.items()}
-        model.load_state_dict(weights, strict=False, assign=True)
-        model.tie_weights()
-        tokenizer = _read_tokenizer(name, options)
-    parts = TargetParts(model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
-    parts.last_layer_complete = len(found) == len(wanted)
-    return parts
-
-
-def _read_weights(
-    name: str, model: PreTrainedModel, wanted: Collection[str], options: dict[str, Any]
-) -> dict[str, Tensor]:
-    """The parameters in a model's safetensors files with the names `wanted` and the model's shapes, in floating-point
-    numbers of 16 bits or more. The files may have names that transformers changes. Others are left out."""
-
-    def file_of(file: str) -> str | None:
-        return cached_file(name, file, revision=options["revision"], _raise_exceptions_for_missing_entries=False)
-
-    if index := file_of(SAFE_WEIGHTS_INDEX_NAME):
-        file_by_key = read_json(Path(index))["weight_map"]
-    else:
-        if (whole := file_of(SAFE_WEIGHTS_NAME)) is None:
-            return {}
-        with safe_open(whole, "pt") as f:
-            file_by_key = dict.fromkeys(f.keys(), SAFE_WEIGHTS_NAME)
-    names = _names_in_files(file_by_key, model)
-    keys = {key: names[key] for key in wanted if key in names}
-    found: dict[str, torch.Tensor] = {}
-    for file in {file_by_key[stored] for stored in keys.values()}:
-        with safe_open(file_of(file), "pt") as f:
-            found |= {key: f.get_tensor(stored) for key, stored in keys.items() if file_by_key[stored] == file}
-    shapes = {key: p.shape for key, p in model.named_parameters()}
-    return {key: x for key, x in found.items() if x.dtype in PLAIN_DTYPES and x.shape == shapes[key]}
-
-
-def _names_in_files(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
-    """Maps the model's names of tensors to the names in files. The names differ in Qwen3.5, for example, whose files
-    have the text model as a part of a larger model, and in Nemotron-H, whose files have another prefix."""
-    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
-    state = model.state_dict()
-    return {rename_source_key(key, renamings, [], model.base_model_prefix, state)[0]: key for key in keys}
 
 
 def target_of(
@@ -249,7 +166,7 @@ def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
         )
 
 
-def _read_config(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any], Any]:
+def read_config(path: str | Path, trust_remote_code: bool) -> tuple[str, dict[str, Any], Any]:
     """A target's name and options in transformers' form, and the target's config. Raises ValueError for a RoPE type
     that is not supported, and OSError if the generation config, which names the tokens that end an answer, is
     damaged."""
@@ -273,7 +190,7 @@ def _generation_config(name: str, options: dict[str, Any]) -> GenerationConfig |
         return None
 
 
-def _empty_model(name: str, config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> PreTrainedModel:
+def empty_model(name: str, config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> PreTrainedModel:
     """A target's model on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options["trust_remote_code"])
@@ -282,7 +199,7 @@ def _empty_model(name: str, config: Any, dtype: torch.dtype | None, options: dic
     return model
 
 
-def _read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(name, **options)
     tokenizer("The first use of a tokenizer reads all of its files.")
     return tokenizer
@@ -329,7 +246,7 @@ def _adapter(file: Path, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _explaining_errors(path: str | Path) -> Iterator[None]:
+def explaining_errors(path: str | Path) -> Iterator[None]:
     """Context manager for loading a target, without progress bars of transformers. Any exception becomes a ValueError
     with the problem and a remedy."""
     name, _ = split_revision(path)

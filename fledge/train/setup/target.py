@@ -21,9 +21,9 @@ from fledge.states.source import DiskFeatures
 from fledge.states.vllm import VllmFeatures, VllmServer
 from fledge.states.vllm_files import UNCHECKED, StatesFolder, serve_command
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
-from fledge.targets.distributed import layout_of, parts_of, receive_parts, send_parts, target_of_parts
+from fledge.targets.distributed import layout_of, load_head, parts_of, receive_parts, send_parts, target_of_parts
 from fledge.targets.interface import Target
-from fledge.targets.loading import load_head, load_target
+from fledge.targets.loading import load_target
 from fledge.targets.parts import ModelTarget, TargetParts
 from fledge.targets.source import FeatureSource, LiveFeatures
 from fledge.train.feed import ReceivedFeatures
