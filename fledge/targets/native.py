@@ -283,8 +283,6 @@ def native_problem(model: nn.Module, config: Any) -> str:
         return "its weights are on the meta device, which holds no values"
     if len({p.dtype for p in parameters}) > 1 or not parameters[0].dtype.is_floating_point:
         return "its weights have several dtypes, or are quantized"
-    if model.model.rotary_emb.inv_freq.dim() != 1:
-        return "its rotary embedding differs between layers"
     return ""
 
 

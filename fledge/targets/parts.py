@@ -153,25 +153,10 @@ class TargetParts(Target):
         """The model's parameters, as a cached list: collecting parameters takes as long as a token of a small model."""
         return list(self.model.parameters())
 
-    @cached_property
-    def _watched(self) -> list[nn.Module]:
-        """The modules with parameters of the embedding, the head, and the first and the last layer. Whether the watched
-        parameters were moved tells whether the model was; checking all parameters of the model for each request takes
-        too long."""
-        try:
-            layers = [self.layers[0], self.layers[-1]]
-        except ValueError:  # the layers cannot be identified
-            layers = []
-        parts = [self.model.get_input_embeddings(), self.head, *layers]
-        found = [module for part in parts if part is not None for module in part.modules()]
-        return [module for module in found if next(module.parameters(recurse=False), None) is not None]
-
     def _weights_at(self) -> list[Any]:
-        """The addresses and dtypes of the watched weights, which change when weights are moved, converted or replaced.
-        Empty for a sharded model."""
-        if self.sharded:
-            return []
-        return [(p.data_ptr(), p.dtype) for module in self._watched for p in module.parameters(recurse=False)]
+        """The addresses and dtypes of the weights, which change when weights are moved, converted or replaced. Empty
+        for a sharded model."""
+        return [] if self.sharded else [(p.data_ptr(), p.dtype) for p in self.model.parameters()]
 
     def note_places(self) -> None:
         """Notes the addresses and dtypes of the weights, for `follow_weights`."""
