@@ -78,9 +78,9 @@ class World:
         while accepted < size.depth and self.draw.random() < self.rate:
             accepted += 1
         noise = 1 + 0.1 * self.draw.random() + 5 * (self.draw.random() < 0.02)
-        times = [self.plain] if size == NOTHING else [self.drafting(size.depth), self.verification(size.nodes)]
+        times = [0.0, self.plain] if size == NOTHING else [self.drafting(size.depth), self.verification(size.nodes)]
         self.used[size] += 1
-        self.chooser.add(size, [accepted], [noise * t for t in times])
+        self.chooser.add(size, [accepted], (noise * times[0], noise * times[1]))
         return accepted, times
 
     def best(self) -> float:
@@ -145,22 +145,22 @@ def test_the_nearest_number_of_requests_tells_the_seconds() -> None:
     for requests, scale in ((16, 1.0), (2, 0.1)):
         for size in (DraftSize(5, 6), DraftSize(1, 2)):
             for _ in range(TIMED):
-                chooser.add(size, [0] * requests, [scale * size.depth, scale * (10 + size.nodes)])
+                chooser.add(size, [0] * requests, (scale * size.depth, scale * (10 + size.nodes)))
     assert chooser._seconds(12, DraftSize(5, 6)) == 5 + 16
     assert chooser._seconds(1, DraftSize(5, 6)) == pytest.approx(0.5 + 1.6)
     assert chooser._seconds(16, DraftSize(3, 4)) == pytest.approx(3 + 14), "on the line between"
     assert chooser._seconds(16, DraftSize(10, 11)) == pytest.approx(10 + 21), "and beyond"
     assert chooser._seconds(16, NOTHING) == pytest.approx(11), "a verification of the root alone"
     for _ in range(TIMED):
-        chooser.add(NOTHING, [0] * 16, [7.0])
+        chooser.add(NOTHING, [0] * 16, (0.0, 7.0))
     assert chooser._seconds(16, NOTHING) == 7
 
 
 def test_delayed_rounds_count_little() -> None:
     chooser = SizeChooser(CHAINS[:2])
     for delay in (0.0, 9.0, 0.0, 0.0):
-        chooser.add(CHAINS[0], [5], [5.0 + delay, 1.0])
-        chooser.add(CHAINS[1], [1], [1.0, 1.0 + delay])
+        chooser.add(CHAINS[0], [5], (5.0 + delay, 1.0))
+        chooser.add(CHAINS[1], [1], (1.0, 1.0 + delay))
     assert chooser._seconds(1, CHAINS[0]) == 6 and chooser._seconds(1, CHAINS[1]) == 2
 
 
@@ -329,7 +329,7 @@ def test_an_engine_learns_from_all_its_requests() -> None:
     chooser.rates.tried[0] = chooser.rates.tried[0] + EVIDENCE
     for size, seconds in ((chooser.sizes[0], 50.0), (min(chooser.sizes), 50.0)):
         for _ in range(9):
-            chooser.add(size, [0], [seconds, 1.0])
+            chooser.add(size, [0], (seconds, 1.0))
     chooser.rested = 0
     done = engine.generate_all(asked[4:6], batch=1, max_new_tokens=30)
     assert not any(r.drafted for c in done for r in c.trace.rounds) and 0 < chooser.rested < REST

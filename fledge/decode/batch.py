@@ -360,13 +360,11 @@ class Batch:
     def _commit(self) -> list[Request]:
         """Commits the results of the oldest launched round. Returns the round's requests that were not yet complete."""
         launched = self.launched.pop(0)
-        times = launched.timer.seconds()  # of drafting, if there is any, and verification; waits for the device
+        *drafting, verifying = launched.timer.seconds()  # waits for the device
         self.timers.append(launched.timer)
-        results = launched.results.tolist()
+        seconds, results = (sum(drafting, 0.0), verifying), launched.results.tolist()
         if self.chooser is not None:
-            self.chooser.add(launched.size, [row[-2] - 1 for row in results], times)
-        # requests with equal numbers of drafted and accepted tokens share a record: all requests, if nothing is drafted
-        records, plain = {}, None if launched.size.depth else Round(0, 0, 0.0, *times, launched.copied_bytes)
+            self.chooser.add(launched.size, [row[-2] - 1 for row in results], seconds)
         updated = []
         for request, row in zip(launched.requests, results, strict=True):
             if request.over:
@@ -374,9 +372,7 @@ class Batch:
             count, drafted = row[-2:]
             request.commit(row[:count])
             if self.kind[0]:
-                if (record := plain or records.get((drafted, count))) is None:
-                    record = records[drafted, count] = Round(drafted, count - 1, *times, launched.copied_bytes)
-                request.done.trace.rounds.append(record)
+                request.done.trace.rounds.append(Round(drafted, count - 1, *seconds, launched.copied_bytes))
             updated.append(request)
         return updated
 

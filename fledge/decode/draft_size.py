@@ -83,11 +83,11 @@ class SizeChooser:
         self.rested, self.patience = 0, REST  # rounds at rest since the last try, and the rounds until the next try
         self.reason = ""  # why the engine rested last
 
-    def add(self, size: DraftSize, accepted: Sequence[int], seconds: Sequence[float]) -> None:
+    def add(self, size: DraftSize, accepted: Sequence[int], seconds: tuple[float, float]) -> None:
         """Adds a round. `accepted` are the numbers of accepted tokens of each request. `seconds` are the seconds of
-        drafting, if anything was drafted, and of verification."""
+        drafting and of verification."""
         latest = self.times[graph_size(len(accepted))].setdefault(size, deque(maxlen=LATEST))
-        latest.append((sum(seconds[:-1]), seconds[-1]))
+        latest.append(seconds)
         self.rounds += 1
         if size == NOTHING:
             self.rested += 1
