@@ -114,8 +114,7 @@ class Proposer:
 
     def set_sampling(self, sampling: BatchSampling) -> None:
         """Sets how the drafted tokens of each request are drawn."""
-        same = sampling.seed_B.device == self.draft.device
-        self.sampling = sampling if same else sampling.to(self.draft.device)
+        self.sampling = sampling.to(self.draft.device)
 
     def new_cache(self, sizes: Sequence[int]) -> KVCache:
         """An empty cache of sequences of `sizes` slots each, for `read` and then `append`."""

@@ -245,7 +245,7 @@ class Rounds:
     def tensors(self) -> list[Tensor]:
         """All tensors with one entry for each request that a verification reads and changes, or reads."""
         seen = [] if self.seen_BV is None else [self.seen_BV]
-        return [*vars(self.state).values(), *self.cache.tensors(), *self.sampling.tensors(), *seen]
+        return [*tensors_of(self.state), *self.cache.tensors(), *tensors_of(self.sampling), *seen]
 
     @functools.cached_property
     def target_ids_W(self) -> Tensor:
@@ -391,7 +391,7 @@ class CapturedRounds:
             self.state, draft_sampling = copy_to(state, draft_device), copy_to(sampling, draft_device)
         drafter.set_sampling(draft_sampling)
         self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
-        copied = draft_sampling.tensors() if self.apart else []
+        copied = tensors_of(draft_sampling) if self.apart else []
         self.drafting = Places(size, draft_device, [*drafter.tensors(), *copied], drafter.lengths())
         self.results = PinnedRing((size, drafter.levels + 3), device)  # the tokens and two counts of each request
         for _ in range(2):
@@ -468,4 +468,4 @@ class CapturedRounds:
 
     def _read_by_draft(self, rounds: Rounds) -> list[Tensor]:
         """The tensors of rounds that `drafting` has places for."""
-        return [*rounds.drafter.tensors(), *(rounds.sampling.tensors() if self.apart else [])]
+        return [*rounds.drafter.tensors(), *(tensors_of(rounds.sampling) if self.apart else [])]

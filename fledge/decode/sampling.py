@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -75,11 +75,7 @@ class BatchSampling:
 
     def select(self, index_B: Tensor) -> BatchSampling:
         """The options of the requests with these indices (int64), with the flags of all."""
-        return replace(self, **{name: x[index_B] for name, x in vars(self).items() if isinstance(x, Tensor)})
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors, with one entry for each request."""
-        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+        return self._map(lambda x: x[index_B])
 
     def idle(self, size: int) -> BatchSampling:
         """Greedy options of `size` requests, with the same flags."""
@@ -88,8 +84,10 @@ class BatchSampling:
 
     def to(self, device: torch.device) -> BatchSampling:
         """The same options on another device."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> BatchSampling:
+        return replace(self, **{name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
     def keys(self, position_BX: Tensor, purpose: int) -> Tensor:
         """The states (`ops.sampling`) of each request's draws at some positions (int64), int64 [B, X]."""
