@@ -316,7 +316,7 @@ class Engine:
         with self._lock:
             if self._added is None:
                 self._added = DecodeLoop(self, 1 if self._batching_problem else self.places)
-            self._warn_if_eager([added], drafts)
+            self._warn_if_eager([added])
             self._added.waiting.append(added)
         return added
 
@@ -345,8 +345,7 @@ class Engine:
     def _decode(self, requests: Sequence[Request], batch: int) -> Generator[list[Request], None, None]:
         """Decodes requests, at most `batch` together, until they are complete. Yields the requests that got
         tokens. During a step, no other thread uses the target, its caches or the draft."""
-        if requests:
-            self._warn_if_eager(requests, requests[0].drafts)
+        self._warn_if_eager(requests)
         schedule = DecodeLoop(self, batch)
         schedule.waiting.extend(requests)
         try:
@@ -360,11 +359,11 @@ class Engine:
             with self._lock:
                 schedule.close()
 
-    def _warn_if_eager(self, requests: Sequence[Request], drafts: bool) -> None:
+    def _warn_if_eager(self, requests: Sequence[Request]) -> None:
         """Issues an `EagerWarning`, once, if rounds cannot be captured because of something other than the target."""
         if self._warned_of_eager or not can_capture(self.target, NoDrafter()):
             return
-        reason, draft = "", self.draft if drafts else None
+        reason, draft = "", self.draft if any(r.drafts for r in requests) else None
         if any(r.sampling.processors for r in requests):
             reason = "logits processors run on the host"
         elif draft is not None and self.drafting.mode == "chain" and self.drafting.confidence:
@@ -379,7 +378,8 @@ class Engine:
     def take_batch(self, drafts: bool) -> Batch:
         """A batch without requests, with or without the draft."""
         self.target.prepare_decoding()
-        self._share_weights()
+        if self.draft is not None:  # the draft may have been moved, or used with another target
+            self.draft.share_target_weights(self.target.embedding, self.target.head_weight)
         now = self._weights_at()
         while idle := self._idle_batches[drafts]:
             if (kept := idle.pop()).weights_at == now:
@@ -390,11 +390,6 @@ class Engine:
             batch = Batch(self.target, self.drafting.proposer(self.draft), self.layers)
         batch.weights_at = now
         return batch
-
-    def _share_weights(self) -> None:
-        """Gives the draft the target's weights again: the draft may have been moved, or used with another target."""
-        if self.draft is not None:
-            self.draft.share_target_weights(self.target.embedding, self.target.head_weight)
 
     def _weights_at(self) -> tuple[Any, ...]:
         """A fingerprint of where the weights of target and draft are in memory. The graphs of a kept batch read weights

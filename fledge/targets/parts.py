@@ -153,10 +153,17 @@ class TargetParts(Target):
         """The model's parameters, as a cached list: collecting parameters takes as long as a token of a small model."""
         return list(self.model.parameters())
 
+    @cached_property
+    def _owners(self) -> list[nn.Module]:
+        """The modules with parameters of their own, as a cached list, since walking over all modules takes long."""
+        return [m for m in self.model.modules() if m._parameters]
+
     def _weights_at(self) -> list[Any]:
         """The addresses and dtypes of the weights, which change when weights are moved, converted or replaced. Empty
         for a sharded model."""
-        return [] if self.sharded else [(p.data_ptr(), p.dtype) for p in self.model.parameters()]
+        if self.sharded:
+            return []
+        return [(p.data_ptr(), p.dtype) for m in self._owners for p in m._parameters.values() if p is not None]
 
     def note_places(self) -> None:
         """Notes the addresses and dtypes of the weights, for `follow_weights`."""
