@@ -18,7 +18,7 @@ from fledge.drafts.decode_layer import CachedRows
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.ops import compiled as build
-from fledge.ops import packed_weight
+from fledge.ops import linear as linear_module
 from fledge.ops.attention_tree import VisibleChain
 from fledge.ops.compiled import MOST_ROWS, CompiledWeight, Threads
 from fledge.targets.native import NativeTarget
@@ -364,7 +364,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(fresh: Path) -> None:
 
 
 def test_copies_of_more_than_half_the_free_memory_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weight, "free_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(linear_module, "free_bytes", lambda device: 1 << 10)
     target = tiny_target(native=True)
     target.prepare_decoding()
     assert target._decoder.compiled is None

@@ -198,11 +198,11 @@ def layers_of(
     layers: Sequence[LayerWeights], shape: LayerShape, final_norm_E: Tensor | None, others: Sequence[Tensor] = ()
 ) -> CompiledLayers | None:
     """The compiled layers of `layers`, with the final norm if its gain is given. Returns None if a weight has no
-    `CompiledWeight` as its copy, for experts, for heads and MLPs that do not fill whole vectors, and if a vector, or
+    copy, for experts, for heads and MLPs that do not fill whole vectors, and if a vector, or
     one of the read tensors `others`, is not in float32."""
     fits = shape.head_dim % LANES == 0 and all(map(_plain, [final_norm_E, *others]))
     for w in layers:
-        copied = all(isinstance(getattr(m, "packed_copy", None), CompiledWeight) for m in w.matrices())
+        copied = all(hasattr(m, "packed_copy") for m in w.matrices())
         vectors = [w.qkv_bias, w.out_bias, w.gate_up_bias, w.down_bias, w.input_norm, w.q_norm, w.k_norm, w.post_norm]
         fits = fits and copied and all(map(_plain, vectors)) and w.experts is None and w.down.shape[1] % PANEL == 0
     return CompiledLayers(layers, shape, final_norm_E) if fits else None

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from fledge.config import DraftConfig
 from fledge.drafts.layers import EAGER, Compute, Rotary
-from fledge.ops.linear import linear
-from fledge.ops.packed_weight import version
+from fledge.ops.linear import linear, version
 from fledge.ops.training import linear_products
 from fledge.types import Features
 

@@ -17,10 +17,10 @@ from fledge.drafts.eagle1 import Eagle1Draft
 from fledge.drafts.kv_cache import CacheRows, KVCache
 from fledge.drafts.layers import EAGER, Compute
 from fledge.drafts.peagle import ParallelDraft
-from fledge.ops.compiled import MOST_ROWS, CompiledWeight
+from fledge.ops.compiled import MOST_ROWS
 from fledge.ops.device import has_kernels
 from fledge.ops.layer import add_rms_norm, join_embedding, rms_norm
-from fledge.ops.packed_weight import packed_model
+from fledge.ops.linear import packed_model
 from fledge.ops.products import norm_linear, plain_linear
 from fledge.ops.rope import cos_sin
 
@@ -30,7 +30,7 @@ class DraftDecoder:
 
     The decoder uses the draft's own parameters: the parameters of projections become views of joined matrices
     (`layer_weights`), and the draft can still be trained. On a CPU, products may read copies of the parameters
-    (`ops/packed_weight.py`), and a draft whose parameters have changed then needs a new decoder. A draft that was moved
+    (`ops/linear.py`), and a draft whose parameters have changed then needs a new decoder. A draft that was moved
     to another device or dtype needs a new decoder too.
     """
 
@@ -140,7 +140,7 @@ class DraftDecoder:
         head = getattr(self.head, "packed_copy", None)
         if self.compiled is None or self.compiled.final_norm_E is None or self.draft.family.fuses_embedding:
             return None
-        if len(self.layers) > 1 or slot_KB.shape[1] > MOST_ROWS or not isinstance(head, CompiledWeight):
+        if len(self.layers) > 1 or slot_KB.shape[1] > MOST_ROWS or head is None:
             return None
         ids = self.target_id_W
         normed = self.draft.config.norm_output

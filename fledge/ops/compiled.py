@@ -183,14 +183,14 @@ class CompiledWeight:
         """What layers.c reads. The caller keeps the bias."""
         return WeightStruct(self.kept.data_ptr(), pointer(bias_O), *self.shape, KINDS[self.kept.dtype])
 
-    def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ of float32 rows, from [..., I] to [..., O], contiguous."""
+    def product(self, x: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b of float32 rows, from [..., I] to [..., O], contiguous."""
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         if rows := x.numel() // self.shape[1]:
             with THREADS.computing() as threads:
                 library().fledge_product(byref(self.struct), rows, x.data_ptr(), out.data_ptr(), threads)
-        return out
+        return out if bias_O is None else out.add_(bias_O)
 
 
 def short_dtype(weight_OI: Tensor) -> torch.dtype | None:

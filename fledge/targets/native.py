@@ -25,7 +25,7 @@ from fledge.drafts.kv_cache import KVCache, LastRows, PromptRows, SlotPool, Tree
 from fledge.ops.attention_prompt import PackedAttention, without_cudnn_sdpa
 from fledge.ops.device import current_device, to_device
 from fledge.ops.layer import add_rms_norm
-from fledge.ops.packed_weight import packed_model
+from fledge.ops.linear import packed_model
 from fledge.ops.products import norm_linear, plain_linear
 from fledge.ops.rope import cos_sin
 from fledge.ops.trees import place_trees

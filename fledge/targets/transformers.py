@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from fledge.ops.attention_prompt import grouped_attention, mask_repeats, prepare_mask, without_cudnn_sdpa
 from fledge.ops.device import to_device
-from fledge.ops.packed_weight import packed_model
+from fledge.ops.linear import packed_model
 from fledge.targets import checks
 from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.targets.parts import ModelTarget, TargetParts
@@ -58,7 +58,7 @@ class TransformersTarget(ModelTarget):
 
     Hidden states are captured by forward hooks. The model is modified as `TargetParts` says, and an "sdpa" attention is
     replaced by `attend`. On a CPU, linear layers compute with copies of their weights
-    (`ops.packed_weight`) while requests are decoded. Both change speed and rounding only.
+    (`ops.linear`) while requests are decoded. Both change speed and rounding only.
 
     Ranks that share a sharded model have to run the same number of forward passes: a packed row is then a single pass,
     whatever documents it has.
