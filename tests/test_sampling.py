@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +15,18 @@ from torch import Tensor
 from fledge.decode.rounds import tensors_of
 from fledge.decode.sampling import BatchSampling, seen_by_node, seen_tokens
 from fledge.ops import sampling as sampling_kernels
-from fledge.ops import sampling_cpu
 from fledge.ops.compiled import library
 from fledge.ops.device import computed_by, to_device
-from fledge.ops.sampling import TOKEN, coupled, filter_top, gumbel, gumbel_argmax, hash_keys, uniforms
-from fledge.ops.sampling_cpu import filtered_argmax
+from fledge.ops.sampling import (
+    TOKEN,
+    coupled,
+    filter_top,
+    filtered_argmax,
+    gumbel,
+    gumbel_argmax,
+    hash_keys,
+    uniforms,
+)
 from fledge.types import Sampling, Tree
 from support.devices import by_both
 from support.verification import scores_of, uniforms_of
@@ -169,9 +175,6 @@ def random_scores(rows: int, n: int, dtype: torch.dtype, *, scale: float, shift:
 
 
 def computing(impl: str) -> AbstractContextManager[Any]:
-    """The implementations of a CPU are "numpy" and "compiled"."""
-    if impl == "numpy":
-        return mock.patch.object(sampling_cpu, "library", lambda: None)
     return nullcontext() if impl == "compiled" else computed_by(impl)
 
 
@@ -180,7 +183,7 @@ compiled = pytest.param("compiled", marks=pytest.mark.skipif(library() is None, 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("impl", ["numpy", compiled, "triton"])
+@pytest.mark.parametrize("impl", [compiled, "triton"])
 def test_the_fast_draws_are_those_of_the_definition(impl: str, kind: str, dtype: torch.dtype) -> None:
     """Token for token, of rows of one number, of a block, and of several blocks; rows may be strided."""
     device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
@@ -232,7 +235,7 @@ def test_coupled_logits_have_the_noise_of_the_targets_draws(impl: str, dtype: to
     torch.testing.assert_close(one[:, 0], whole[:, 0])
 
 
-@pytest.mark.parametrize("impl", ["numpy", compiled, "triton"])
+@pytest.mark.parametrize("impl", ["definition", compiled, "triton"])
 def test_a_row_of_nan_draws_some_token(impl: str) -> None:
     """Which one means nothing, but it exists: an index outside of the vocabulary would break what reads it."""
     device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
@@ -243,19 +246,24 @@ def test_a_row_of_nan_draws_some_token(impl: str) -> None:
     assert 0 <= int(drawn[0]) < 3000
 
 
+@pytest.mark.skipif(library() is None, reason="needs a C compiler")
 def test_near_ties_are_left_to_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that differ by less than the error of a logarithm, and numbers that no threshold is computed for."""
     asked: list[int] = []
     definition = sampling_kernels.gumbel
     monkeypatch.setattr(sampling_kernels, "gumbel", lambda state, n: asked.append(n) or definition(state, n))
-    state = hash_keys(torch.tensor(1), torch.tensor(2), torch.tensor(3), 0)
-    noise = definition(state, 50)
-    for near, by_definition in ((1e-12, True), (1e-6, False)):
-        scores = -noise.clone() - 9
-        scores[[7, 30]] += torch.tensor([9.0, 9.0 - near], dtype=torch.float64)
-        assert gumbel_argmax(scores, state) == 7 and (len(asked) > 0) == by_definition
+    state_M = torch.arange(1000)
+    noise_MV = definition(state_M, 50)
+    scores_MV = (-noise_MV - 9).float()
+    scores_MV[:, [7, 30]] = -noise_MV[:, [7, 30]].float()
+    value_MV = scores_MV.double() + noise_MV
+    gap_M = (value_MV[:, 7] - value_MV[:, 30]).abs()
+    assert gap_M.min() < 1e-9 < 1e-8 < gap_M.max()
+    for row, by_definition in ((gap_M.argmin(), True), (gap_M.argmax(), False)):
+        assert gumbel_argmax(scores_MV[row], state_M[row]) == value_MV[row].argmax()
+        assert (len(asked) > 0) == by_definition
         asked.clear()
-    assert gumbel_argmax(torch.tensor([0.0, 1e30]), state) == 1 and asked == [2]
+    assert gumbel_argmax(torch.tensor([0.0, 1e30]), state_M[1]) == 1 and asked == [2]
 
 
 def test_the_fast_states_are_those_of_the_definition() -> None:
@@ -268,7 +276,7 @@ def test_the_fast_states_are_those_of_the_definition() -> None:
     ):  # fmt: skip
         with computed_by("definition"):
             expected = hash_keys(*parts, 3)
-        for impl in ("numpy", "compiled", "triton") if library() is not None else ("numpy", "triton"):
+        for impl in ("compiled", "triton") if library() is not None else ("triton",):
             with computing(impl):
                 found = hash_keys(*(x.to(device if impl == "triton" else "cpu") for x in parts), 3)
             assert torch.equal(found.cpu(), expected)
@@ -326,8 +334,7 @@ def test_a_default_device_changes_nothing() -> None:
 
 def test_nothing_is_compiled_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no C compiler, the warning would mean nothing there."""
-    for module in (sampling_kernels, sampling_cpu):
-        monkeypatch.setattr(module, "library", lambda: pytest.fail("it was compiled"))
+    monkeypatch.setattr(sampling_kernels, "library", lambda: pytest.fail("it was compiled"))
     state = hash_keys(*torch.zeros(3, 2, dtype=torch.int64, device="meta"), 0)
     logits, temperature = torch.zeros(1, 2, 5, device="meta"), torch.ones(1, dtype=torch.float64, device="meta")
     assert gumbel_argmax(logits, state).is_meta and coupled(logits, state[None], temperature).is_meta
@@ -358,9 +365,9 @@ def test_filters_without_sorting(sharpness: float, V: int, rounded: bool, dtype:
     kept_MV = sampling.process(scores_MV[:, None])[:, 0].isfinite()
     for scores_V, kept_V, (k, p) in zip(scores_MV.numpy(), kept_MV, FILTERS, strict=True):
         k = k if k < V else 0
-        if (k or p < 1) and (level := sampling_cpu._level(scores_V, k or 256)) is not None:
+        if (k or p < 1) and (level := sampling_kernels._level(scores_V, k or 256)) is not None:
             assert (scores_V >= level).sum() >= (k or 256)
-            if found := sampling_cpu._kept(scores_V, level, k, p):
+            if found := sampling_kernels._kept(scores_V, level, k, p):
                 assert sorted(found[0]) == kept_V.nonzero()[:, 0].tolist()
     for seed in range(20):
         state_M = hash_keys(torch.tensor(seed), torch.arange(9), torch.tensor(3), TOKEN)

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from fledge.ops.device import to_device
-from fledge.ops.sampling import filter_top, gumbel_argmax, hash_keys
-from fledge.ops.sampling_cpu import filtered_argmax
+from fledge.ops.sampling import filter_top, filtered_argmax, gumbel_argmax, hash_keys
 from fledge.types import Sampling, Tree, Verdict
 
 LARGEST = 2**63 - 1  # int64

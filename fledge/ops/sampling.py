@@ -5,22 +5,31 @@ sampling can therefore be compared with token-by-token sampling at the same seed
 which seeds a stream of SplitMix64 (Steele, Lea & Flood 2014). All functions run on the device of their tensors and wait
 for no GPU.
 
-Each function has a definition, and kernels in Triton for a GPU. On a CPU, `ops.sampling_cpu` has faster functions, with
-the same results.
+Each function has a definition, and kernels in Triton for a GPU. On a CPU with a C compiler, compiled code (`layers.c`)
+computes the states and the noise, with the same results. If top-k or top-p keeps few tokens, `filtered_argmax` selects
+and samples the kept tokens on a CPU without sorting the vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fledge.ops.compiled import library
+from fledge.ops.compiled import THREADS, library, pointer
 from fledge.ops.device import chosen, current_device, use_triton
-from fledge.ops.sampling_cpu import coupled_compiled, gumbel_argmax_cpu, hash_keys_cpu
 
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # purposes
 MOST_TOKENS = 2**22  # of a row of `filter_top`'s kernels, whose sums of that many weights fit into 64 bits
+SEVERAL = 1 << 15  # scores of all rows from which on several threads draw
+CANDIDATES = (256, 2048)  # the likeliest tokens that top-p is applied to, or more; at first, and where these are few
+MOST_CANDIDATES = 16384  # rows with more of them, by top-k or equal scores, are left to the definition
+MARGIN = 2e-5  # more than the relative error of a sum of probabilities in float32
+CLOSE = 1e-9  # of values that differ by less, the rounding of a logarithm could decide: left to the definition
 
 
 def _signed(x: int) -> int:
@@ -46,8 +55,11 @@ def _mix(x: Tensor) -> Tensor:
 def hash_keys(seed: Tensor, request: Tensor, position: Tensor, purpose: int) -> Tensor:
     """The states of keys, int64 in the shape that `seed`, `request` and `position` (int64, of at most two dimensions)
     broadcast to."""
-    if position.is_cpu and chosen() is None:
-        return hash_keys_cpu(seed, request, position, purpose)
+    if position.is_cpu and chosen() is None and library() is not None:
+        parts = [x.contiguous() for x in torch.broadcast_tensors(seed, request, position)]
+        state = torch.empty_like(parts[2])
+        library().fledge_states(state.numel(), *map(pointer, parts), purpose, pointer(state))
+        return state
     if use_triton(position):
         from fledge.ops.sampling_triton import hash_keys_triton
 
@@ -83,14 +95,8 @@ def gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
 
     Entries of -inf are never sampled. Rows must not contain NaN.
     """
-    if scores.is_cpu and chosen() is None:
-        shape, rows_MV = scores.shape[:-1], scores.reshape(-1, scores.shape[-1])
-        rows_MV = rows_MV if rows_MV.dtype in (torch.float32, torch.float64) else rows_MV.float()
-        states = state.expand(shape).reshape(-1)
-        drawn = gumbel_argmax_cpu(rows_MV, states)
-        for i in (i for i, token in enumerate(drawn) if token is None):
-            drawn[i] = int(_gumbel_argmax(rows_MV[i], states[i]))
-        return torch.tensor(drawn, dtype=torch.int64).view(shape)
+    if scores.is_cpu and scores.dtype != torch.float64 and chosen() is None and library() is not None:
+        return _gumbel_argmax_compiled(scores.float(), state)
     if use_triton(state):
         from fledge.ops.sampling_triton import gumbel_argmax_triton
 
@@ -101,6 +107,23 @@ def gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
 
 def _gumbel_argmax(scores: Tensor, state: Tensor) -> Tensor:
     return (scores.double() + gumbel(state, scores.shape[-1])).argmax(-1)
+
+
+def _gumbel_argmax_compiled(scores: Tensor, state: Tensor) -> Tensor:
+    """`gumbel_argmax` of float32 scores. The definition computes rows with NaN or with scores beyond 4,096, and rows in
+    which the rounding of a logarithm could decide."""
+    shape, V = scores.shape[:-1], scores.shape[-1]
+    scores_MV, state_M = scores.reshape(-1, V).contiguous(), state.expand(shape).reshape(-1).contiguous()
+    token_M = torch.empty_like(state_M)
+    given = len(token_M), V, pointer(scores_MV), pointer(state_M), pointer(token_M)
+    if scores_MV.numel() < SEVERAL:
+        library().fledge_draws(*given, 1)
+    else:
+        with THREADS.computing() as threads:
+            library().fledge_draws(*given, threads)
+    for i in (token_M < 0).nonzero().flatten().tolist():
+        token_M[i] = _gumbel_argmax(scores_MV[i], state_M[i])
+    return token_M.view(shape)
 
 
 def coupled(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None = None) -> Tensor:
@@ -115,7 +138,7 @@ def coupled(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: 
     `temperature_B` float64, and `ids_W` (int64) the target's ids of the draft's tokens; None if they are the same.
     """
     if logits_BSW.is_cpu and chosen() is None and library() is not None:
-        return coupled_compiled(logits_BSW, state_BS, temperature_B, ids_W)
+        return _coupled_compiled(logits_BSW, state_BS, temperature_B, ids_W)
     if use_triton(state_BS):
         from fledge.ops.sampling_triton import coupled_triton
 
@@ -126,6 +149,16 @@ def coupled(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: 
     temperature_B11 = temperature_B[:, None, None]
     noisy_BSW = logits_BSW.double() / temperature_B11 - noise_BSW
     return torch.where(temperature_B11 > 0, noisy_BSW, logits_BSW.double()).float()
+
+
+def _coupled_compiled(logits_BSW: Tensor, state_BS: Tensor, temperature_B: Tensor, ids_W: Tensor | None) -> Tensor:
+    logits_BSW = logits_BSW.float().contiguous()
+    (B, S, W), noisy_BSW = logits_BSW.shape, torch.empty_like(logits_BSW)
+    state_BS, temperature_BS = state_BS.expand(B, S).contiguous(), temperature_B[:, None].expand(B, S).contiguous()
+    ids_W = None if ids_W is None else ids_W.contiguous()
+    given = logits_BSW, ids_W, temperature_BS, state_BS, noisy_BSW
+    library().fledge_coupled(B * S, W, *map(pointer, given))
+    return noisy_BSW
 
 
 def filter_top(scores_BNV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
@@ -170,3 +203,73 @@ def _sorted(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x.sort(dim=-1).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1))
+
+
+def filtered_argmax(
+    scores_MV: Tensor, top_k: Sequence[int], top_p: Sequence[float], state_M: Tensor
+) -> list[int | None]:
+    """`gumbel_argmax` of rows of scores (float32 or float64) among the tokens that top-k (0 keeps all), then top-p (1
+    keeps all) leave, where these are few; None for other rows, and where rounding could decide which tokens stay."""
+    rows = zip(scores_MV.numpy(), top_k, top_p, state_M.tolist(), strict=True)
+    return [_filtered_winner(*row) for row in rows]
+
+
+def _filtered_winner(score_V: NDArray, top_k: int, top_p: float, state: int) -> int | None:
+    limited, kept = 0 < top_k < score_V.size, None
+    if (not limited and top_p == 1) or not math.isfinite(score_V.max()):  # without filters; or NaN
+        return None
+    for likeliest in (top_k,) if limited else CANDIDATES:
+        if (level := _level(score_V, likeliest)) is None:
+            break
+        kept = _kept(score_V, level, top_k if limited else 0, top_p)
+        if kept is not None:
+            break
+    if kept is None:
+        return None
+    ids, values = kept
+    uniform = _uniforms_at(torch.tensor(state), torch.from_numpy(ids))
+    drawn = values + uniform.log_().neg_().log_().neg_().numpy()
+    at = int(drawn.argmax())
+    unsure = drawn.size > 1 and drawn[at] - np.partition(drawn, -2)[-2] <= CLOSE
+    return None if unsure else int(ids[at])
+
+
+def _kept(score_V: NDArray, level: float, top_k: int, top_p: float) -> tuple[NDArray, NDArray] | None:
+    """The ids and scores (float64) of the tokens that the filters leave, if these have scores of at least `level`; None
+    where they may not, or where rounding could decide. With `top_k`, as many scores reach the level."""
+    ids = np.flatnonzero(score_V >= level)  # ascending
+    if ids.size > MOST_CANDIDATES:
+        return None
+    values = score_V[ids].astype(np.float64)
+    order = np.argsort(values, kind="stable")  # of equal scores, those with lower ids go first
+    if top_k:
+        order = order[values[order] >= values[order[-top_k]]]
+    if top_p < 1:
+        best = values[order[-1]]
+        weights, others = np.exp(values[order] - best), 0.0
+        if not top_k:
+            every = np.exp(score_V - score_V.dtype.type(best))
+            every[ids] = 0
+            others = float(every.sum(dtype=np.float64))
+        sums = others + weights.cumsum()
+        removed = (1 - top_p) * sums[-1]
+        unsure = MARGIN * removed
+        if others > removed - unsure or (abs(sums[:-1] - removed) <= unsure).any():
+            return None
+        order = order[(sums[:-1] <= removed).sum() :]  # the likeliest stays
+    return ids[order], values[order]
+
+
+def _level(score_V: NDArray, k: int) -> float | None:
+    """A score that at least k of the scores reach, and not many more; None if k is too large to look for one.
+
+    The scores are dealt to several times k groups. At least k scores reach the k-th highest of the groups' maxima.
+    """
+    groups = min(4 * k, score_V.size)
+    rows = score_V.size // groups
+    if 4 * k > MOST_CANDIDATES or k >= groups:
+        return None
+    tops = score_V[: rows * groups].reshape(rows, groups).max(0)
+    rest = score_V[rows * groups :]
+    np.maximum(tops[: rest.size], rest, out=tops[: rest.size])
+    return np.partition(tops, -k)[-k]
