@@ -121,9 +121,8 @@ def test_words_of_masks(J: int) -> None:
         mask[0, 0] = True
         wide = torch.cat((mask, mask), 2).to(DEVICE)[..., :J]
         for strided in (wide, wide.transpose(1, 2).contiguous().transpose(1, 2), wide[:, :1].expand(B, 2, J)):
-            words, expected = by_both(pack_bits, strided)
+            words = pack_bits(strided)
             assert words.shape == (*strided.shape[:2], -(-J // 64)) and words.dtype == torch.int64
-            assert torch.equal(words, expected)
             for row, packed in zip(strided.flatten(0, 1).tolist(), words.flatten(0, 1).tolist(), strict=True):
                 assert sum(bit << j for j, bit in enumerate(row)) == sum(
                     w % 2**64 << 64 * k for k, w in enumerate(packed)

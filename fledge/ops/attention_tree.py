@@ -78,10 +78,6 @@ class VisibleChain:
 def pack_bits(mask_BSJ: Tensor) -> Tensor:
     """A mask (bool) as int64 words [B, S, ceil(J / 64)]: entry j is bit j % 64 of word j // 64, and the bits after the
     last entry are 0."""
-    if use_triton(mask_BSJ):
-        from fledge.ops.attention_tree_triton import pack_bits_triton
-
-        return pack_bits_triton(mask_BSJ)
     words_BSWb = F.pad(mask_BSJ, (0, -mask_BSJ.shape[2] % 64)).unflatten(2, (-1, 64))
     return (words_BSWb.long() << torch.arange(64, device=mask_BSJ.device)).sum(-1)
 

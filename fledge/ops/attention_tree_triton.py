@@ -29,7 +29,6 @@ LARGE = 200_000  # bytes of shared memory per block from which the deeper pipeli
 LONG = 8192  # slots a sequence from which large trees have larger tiles; timed at 16,384 slots, where they are faster
 MANY = 4096  # slots a sequence from which the shares of few rows are combined apart
 LOG2E = 1.4426950408889634
-PACKED_ROWS = 16  # rows of a program that packs a mask
 
 
 @dataclass(frozen=True)
@@ -363,30 +362,3 @@ def tree_attention_triton(
 def _processors(device: torch.device) -> int:
     """The GPU's streaming multiprocessors; 8 in the interpreter, where a program is slow."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-@triton.jit(do_not_specialize=["S", "J", "smb", "sms"], do_not_specialize_on_alignment=["mask_ptr"])
-def _pack_bits(mask_ptr, words_ptr, S, J, smb, sms, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """One word of BLOCK rows of a sequence."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    k, b, W = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(0)
-    s, bit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 64)
-    j = k * 64 + bit
-    inside = (s < S)[:, None] & (j < J)[None, :]
-    mask = tl.load(mask_ptr + b * smb + s.to(tl.int64)[:, None] * sms + j[None, :], mask=inside, other=0)
-    words = tl.sum(mask.to(tl.int64) << bit.to(tl.int64)[None, :], 1)
-    tl.store(words_ptr + (b * S + s) * W + k, words, mask=s < S)
-
-
-def pack_bits_triton(mask_BSJ: Tensor) -> Tensor:
-    """`pack_bits` in one kernel. Copies the mask if a row's entries are strided."""
-    (B, S, J), W = mask_BSJ.shape, triton.cdiv(mask_BSJ.shape[2], 64)
-    mask = with_unit_stride(mask_BSJ).view(torch.uint8)  # bytes 0 and 1
-    words = torch.empty(B, S, W, dtype=torch.int64, device=mask.device)
-    if words.numel():
-        _pack_bits[(W, triton.cdiv(S, PACKED_ROWS), B)](
-            mask, words, S, J, *mask.stride()[:2], BLOCK=PACKED_ROWS, num_warps=4, **dependent_launch(mask.device)
-        )
-    return words
