@@ -1,7 +1,7 @@
 """Draft trees between the passes of a round: growth, slots of nodes, and acceptance.
 
-Each operation has a definition in plain torch and one Triton kernel with the same results, bit by bit. Nothing waits
-for the device.
+Each operation has a definition in plain torch. All but `fresh_rows` also have one Triton kernel, with the same results,
+bit by bit. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -181,25 +181,20 @@ def fresh_rows(
     `masked` more rows follow, and rows without a token have `mask_token`. `start_B` and `length_B` are as in `KVCache`.
     `levels` and `expanded` are the numbers of levels and nodes to be drafted after the rows.
     """
-    if use_triton(token_BR):
-        from fledge.ops.trees_triton import fresh_rows_triton
-
-        return FreshRows(*fresh_rows_triton(token_BR, count_B, start_B, length_B, masked, mask_token, levels, expanded))
     (B, R), count_B1, length_B1 = token_BR.shape, count_B[:, None], length_B[:, None]
     most = torch.arange(max(R + masked, levels, expanded), device=token_BR.device)
     row_n, token_Bn, state_Bn = most[: R + masked], token_BR, None
     if masked:
-        known_Bn = row_n < count_B1
-        token_Bn = torch.where(known_Bn, F.pad(token_BR, (0, masked)), mask_token)
+        unknown_Bn = row_n >= count_B1
+        token_Bn = F.pad(token_BR, (0, masked)).masked_fill(unknown_Bn, mask_token)
         first_B1 = torch.arange(0, B * R, R, device=token_BR.device)[:, None]
-        state_Bn = torch.where(known_Bn, first_B1 + row_n, B * R)
+        state_Bn = (first_B1 + row_n).masked_fill(unknown_Bn, B * R)
     asked_BS = (count_B1 - 1).clamp_min(0) + most[: masked + 1]
-    position_Bn, after_B1 = length_B1 + row_n, length_B1 + count_B1
-    position_LB = after_B1[:, 0] + most[:levels, None]
+    position_Bn, after_B = length_B1 + row_n, length_B + count_B
     root_B = token_BR.gather(1, asked_BS[:, :1])[:, 0]
-    position_M = torch.cat([position_Bn.flatten(), position_LB.flatten()])
-    slot_Bn, slot_BJ = position_Bn + start_B[:, None], after_B1 + start_B[:, None] + most[:expanded]
-    return FreshRows(token_Bn, state_Bn, asked_BS, root_B, slot_Bn, slot_BJ, position_M)
+    position_M = torch.cat([position_Bn.flatten(), (after_B + most[:levels, None]).flatten()])
+    slot_JB = after_B + start_B + most[:expanded, None]  # so that the slots of a level of chains are contiguous
+    return FreshRows(token_Bn, state_Bn, asked_BS, root_B, position_Bn + start_B[:, None], slot_JB.T, position_M)
 
 
 def place_trees(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor, Visible | VisibleChain]:
