@@ -101,7 +101,7 @@ def cos_sin(
     plain torch; None: the kernel on a GPU, but for float64.
     """
     if (use_triton(position_S) and dtype != torch.float64) if triton is None else triton:
-        from fledge.ops.layer_triton import cos_sin_triton
+        from fledge.ops.training_triton import cos_sin_triton
 
         return cos_sin_triton(position_S, frequency_F, scale, dtype)
     angle = position_S[:, None].float() * frequency_F
