@@ -157,23 +157,14 @@ def _group_loss(
     A separate function, so that the tensors of a group are freed before the next group.
     """
     heights = [t.place_M.numel() for t in group]
-    spans = [(a, b) for (a, _), (_, b) in zip(group[0].spans, group[-1].spans, strict=True)]
-    steps = [k for k, (a, b) in enumerate(spans) if a < b]
-    # the slots of a single step are contiguous: reads and writes need no copy
-    in_place = None if padding or len(steps) > 1 else (steps[0], slice(*spans[steps[0]]))
-    if in_place:
-        h = head_inputs[in_place[0]][in_place[1]]
-    else:
-        h = [x[a:b] for tile in group for x, (a, b) in zip(head_inputs, tile.spans, strict=True)]
-        h = torch.cat([*h, h[0].new_zeros(padding, h[0].shape[1])])
+    h = [x[a:b] for tile in group for x, (a, b) in zip(head_inputs, tile.spans, strict=True)]
+    h = torch.cat([*h, h[0].new_zeros(padding, h[0].shape[1])])
     z = h @ head_WE.T
     for tile, part in zip(group, z[: sum(heights)].split(heights), strict=True):
         loss_of_tile(tile, part)
     if head_sum is not None:
         head_sum.add_product(z.T, h)
-    if dhead_inputs and in_place:
-        torch.mm(z, head_WE, out=dhead_inputs[in_place[0]][in_place[1]])
-    elif dhead_inputs:
+    if dhead_inputs:
         gradients = (z @ head_WE)[: sum(heights)].split([b - a for tile in group for a, b in tile.spans])
         destinations = [x[a:b] for tile in group for x, (a, b) in zip(dhead_inputs, tile.spans, strict=True)]
         for destination, part in zip(destinations, gradients, strict=True):
