@@ -138,10 +138,10 @@ class PackedAttention:
     reads the tokens of its sequence up to and including the row's token.
 
     Sequence b has the slots from `starts[b]` on. `slot_M` are the rows' slots, and `position_M` the rows' positions in
-    their sequences, int64 on the device. `place_M` are the rows' places among the concatenated results of all calls.
-    `in_order` is true if these places are 0 .. M - 1. By definition each sequence attends by itself
-    (`causal_attention`). With `grouped`, sequences without earlier tokens attend in groups of similar lengths, by one
-    call of torch's attention per group. The padding is at the end, invisible to all rows, so no mask is needed.
+    their sequences, int64 on the device. `place_M` are the rows' places among the concatenated results of all calls. By
+    definition each sequence attends by itself (`causal_attention`). With `grouped`, sequences without earlier tokens
+    attend in groups of similar lengths, by one call of torch's attention per group. The padding is at the end,
+    invisible to all rows, so no mask is needed.
     `grouped` None is True on a GPU, where a call costs a launch, and False on a CPU, which would compute the padding.
     """
 
@@ -161,7 +161,6 @@ class PackedAttention:
         place_M4 = torch.cat([place_4.expand(n, 4) for place_4, n in zip(place_B4, self.counts, strict=True)])
         start_M, length_M, first_M, found_M = place_M4.unbind(1)
         position_M, place_M = rows + length_M - first_M, rows + found_M - first_M
-        self.in_order = torch.equal(place_M, rows)
         indices = [position_M, position_M + start_M, place_M, *(x for group in groups for x in self._indices(group))]
         self.position_M, self.slot_M, self.place_M, *indices = to_device(indices, device)
         self.groups = [_Group(*indices[i : i + 2]) for i in range(0, len(indices), 2)]
@@ -216,9 +215,7 @@ class PackedAttention:
         if not found:
             return torch.empty_like(q_MHd)
         whole = torch.cat(found) if len(found) > 1 else found[0]
-        if not groups or self.in_order:
-            return whole[: len(q_MHd)]  # without the padding of the last sequence
-        return whole[self.place_M]
+        return whole[self.place_M] if groups else whole
 
 
 def _attend(q_MHd: Tensor, keys_GPd: Tensor, values_GPd: Tensor, group: _Group, scale: float | None) -> Tensor:
