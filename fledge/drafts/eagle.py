@@ -109,14 +109,6 @@ class EagleDraft(Draft):
         return to_draft_names(tensors, config)
 
     @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
     def blocks(self) -> list[Layer]:
         return [self.midlayer, *(self.layers.values() if self.config.num_hidden_layers > 1 else ())]
 
