@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.ops.attention_prompt import additive_mask
+from fledge.ops.attention_prompt import additive_mask, heads_as_rows
 from fledge.ops.device import at_least_float32, use_triton
 
 COUNTERS = 1024  # integers that the kernels count programs in; see `tree_attention`
@@ -159,15 +159,7 @@ def attend_to_slots(
 ) -> Tensor:  # fmt: skip
     """Attention of equally many rows of each sequence to its keys and values, each [1, G, slots, d], with its mask (see
     `slots_and_masks`): one call of torch's attention per sequence. Returns [M, H, d], contiguous. `scale` None is
-    d^-1/2.
-
-    Query heads that share a key head become rows of one head, without repeated keys.
-    """
-    (M, H, d), out = q_MHd.shape, []
-    parts = (q_MHd,) if len(read) == 1 else q_MHd.split(M // len(read))
-    for q_SHd, (k_1GNd, v_1GNd, mask) in zip(parts, read, strict=True):
-        q_1GRd = q_SHd.transpose(0, 1).reshape(1, k_1GNd.shape[1], -1, d)  # rows R = group x S
-        found_1GRd = F.scaled_dot_product_attention(q_1GRd, k_1GNd, v_1GNd, attn_mask=mask, scale=scale)
-        out.append(found_1GRd.reshape(H, -1, d).transpose(0, 1))
-    # `found_1GRd` has another layout on a GPU than on a CPU
-    return torch.cat(out) if len(out) > 1 else out[0].contiguous()
+    d^-1/2."""
+    parts = q_MHd.split(q_MHd.shape[0] // len(read))
+    out = [heads_as_rows(q.transpose(0, 1)[None], *given, scale)[0] for q, given in zip(parts, read, strict=True)]
+    return torch.cat(out) if len(out) > 1 else out[0]
