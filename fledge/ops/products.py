@@ -90,7 +90,8 @@ def norm_linear(
     """
     if _few(x_ME, weight_OE):
         return _norm_product(x_ME, gain_E, eps, weight_OE, bias_O, normed_ME)
-    return strided_linear(_norm(x_ME, gain_E, eps) if normed_ME is None else normed_ME, weight_OE, bias_O)
+    normed_ME = add_rms_norm(x_ME, None, gain_E, eps)[0] if normed_ME is None else normed_ME
+    return strided_linear(normed_ME, weight_OE, bias_O)
 
 
 def norm_swiglu(
@@ -101,7 +102,7 @@ def norm_swiglu(
     first."""
     if _few(x_ME, gate_up_2FxE):
         return _norm_product(x_ME, gain_E, eps, gate_up_2FxE, bias_2F, normed_ME, gated=True)
-    normed_ME = _norm(x_ME, gain_E, eps) if normed_ME is None else normed_ME
+    normed_ME = add_rms_norm(x_ME, None, gain_E, eps)[0] if normed_ME is None else normed_ME
     gate_up = strided_linear(normed_ME, gate_up_2FxE, bias_2F)
     if x_ME.is_cuda:
         return silu_mul_fused(gate_up)
@@ -118,9 +119,3 @@ def _norm_product(
     if normed_ME is not None:
         return product(normed_ME, weight_RE, bias_R, gated=gated)
     return product(x_ME, weight_RE, bias_R, gain_I=gain_E, eps=eps, gated=gated)
-
-
-def _norm(x_ME: Tensor, gain_E: Tensor, eps: float) -> Tensor:
-    """RMSNorm of rows. On a GPU it is one kernel, where plain torch launches several. A CPU has plain torch only, which
-    is called directly: for a few rows, each further call costs time."""
-    return add_rms_norm(x_ME, None, gain_E, eps)[0] if x_ME.is_cuda else rms_norm(x_ME, gain_E, eps)
