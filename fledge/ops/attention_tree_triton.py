@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.ops.device import block_width, dependent_launch, shared_memory, with_unit_stride
+from fledge.ops.topk_triton import wait_for_previous
 
 if TYPE_CHECKING:
     from fledge.ops.attention_tree import Visible, VisibleChain
@@ -285,9 +286,7 @@ def _combine_rows(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combines the shares of one row as `_combine` does: their mean, weighted by the shares' sums of exponentials."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     group: tl.constexpr = H // G
     row, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i, d = tl.arange(0, SPLITS), tl.arange(0, BD)

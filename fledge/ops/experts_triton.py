@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fledge.ops.device import dependent_launch, shared_memory, with_unit_stride
 from fledge.ops.products_triton import MOST_ROWS, ProductTiles, _epilogue, _sums, _sums_of_parts, fit
-from fledge.ops.topk_triton import NOTHING, keys_of
+from fledge.ops.topk_triton import NOTHING, keys_of, wait_for_previous
 
 if TYPE_CHECKING:
     from fledge.ops.experts import Routing
@@ -34,9 +34,7 @@ def _route(
     X: tl.constexpr, C: tl.constexpr, S: tl.constexpr, NORMALIZED: tl.constexpr,
     BM: tl.constexpr, BX: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     m, x = tl.arange(0, BM), tl.arange(0, BX)
     inside = (m < M)[:, None] & (x < X)[None, :]
     logit = tl.load(logits_ptr + m[:, None] * sx + x[None, :], mask=inside, other=float("-inf")).to(tl.float32)
@@ -95,9 +93,7 @@ def _expert_product(
     Stores the products at the pairs' places. If GATED, pair p reads row p // C of x, normalised, and the weight has the
     O rows of the gate first, then the O rows of up; else pair p reads row p.
     """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     expert = tl.load(slot_ptr + tl.program_id(1))
     if expert < 0:
         return
@@ -134,9 +130,7 @@ def _add_experts(
     E: tl.constexpr, C: tl.constexpr, BE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of the experts of a row, in their order, plus the residual."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     m, e = tl.program_id(0).to(tl.int64), tl.program_id(1) * BE + tl.arange(0, BE)
     total = tl.load(residual_ptr + m * sr + e, mask=e < E, other=0.0).to(tl.float32)
     for c in tl.static_range(C):

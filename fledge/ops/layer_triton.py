@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.ops.device import dependent_launch, with_unit_stride
+from fledge.ops.topk_triton import wait_for_previous
 
 BLOCK = 1024
 HEADS = 8  # heads of a row per program of the rotation: with a program per head, launches would limit many rows
@@ -22,9 +23,7 @@ def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, sx, sr, eps,
     E: tl.constexpr, BE: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row, e = tl.program_id(0).to(tl.int64), tl.arange(0, BE)
     x = tl.load(x_ptr + row * sx + e, mask=e < E, other=0.0).to(tl.float32)
     if RESIDUAL:
@@ -62,9 +61,7 @@ def _join_embedding(
     E: tl.constexpr, BE: tl.constexpr, TOKEN_NORM: tl.constexpr, STATE_NORM: tl.constexpr, CHOSEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row, is_state, e = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BE)
     if is_state == 0:
         token = tl.load(token_ptr + row).to(tl.int64)
@@ -134,9 +131,7 @@ def _rope_to_cache(
     BH: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BH heads of a row."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BH + tl.arange(0, BH)
     is_q, is_k = head < H, (head >= H) & (head < H + G)
     is_v = (head >= H + G) & (head < H + 2 * G)

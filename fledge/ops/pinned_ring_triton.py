@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.ops.device import dependent_launch
+from fledge.ops.topk_triton import wait_for_previous
 
 BLOCK = 1024
 
@@ -16,9 +17,7 @@ def _write(
     values_ptr, entries_ptr, written_ptr, n,
     ENTRIES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     written = tl.load(written_ptr)
     entry_ptr = entries_ptr + (written % ENTRIES) * n
     for first in range(0, n, BLOCK):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fledge.ops.device import can_wait, shared_memory, with_unit_stride
 from fledge.ops.layer_triton import add_rms_norm_triton
+from fledge.ops.topk_triton import wait_for_previous
 
 RESERVED = 4096  # bytes of shared memory besides the buffers of loads
 FINISH = 256  # outputs of a program of `_finish`
@@ -321,9 +322,7 @@ def _finish(
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial sums of BO outputs of a row, in the order of the splits."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     m = tl.program_id(0) + tl.arange(0, 1)
     o = tl.program_id(1) * BO + tl.arange(0, BO)
     if GATED:
@@ -358,9 +357,7 @@ def _finish_and_norm(
     gain = tl.load(gain_ptr + o, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + o, mask=inside, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     total = tl.zeros((BO,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(part_ptr + (split * M + m) * O + o, mask=inside, other=0.0)

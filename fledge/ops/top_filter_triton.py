@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.ops.device import dependent_launch, with_unit_stride
-from fledge.ops.topk_triton import _in_order, ordered
+from fledge.ops.topk_triton import _in_order, ordered, wait_for_previous
 
 CHUNK = 2048  # scores of a program
 LEVELS = tl.constexpr(256)
@@ -50,9 +50,7 @@ def _tops(
     x_ptr, top_ptr, total_ptr, count_ptr, found_ptr, mass_ptr, sx, V, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     """The largest score of a chunk, and the sum of exp(score - largest). A row's first program clears its sums."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, level = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, LEVELS)
     x = tl.load(x_ptr + row * sx + i, mask=i < V, other=float("-inf"))
@@ -80,9 +78,7 @@ def _counts(
 ):  # fmt: skip
     """Adds the numbers of a chunk's scores in each level to the row's counts. Also stores the row's largest score (0 if
     all are -inf) and the row's levels per nat: the next kernels thus use exactly the same levels."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     k, p = tl.load(k_ptr + row // N), tl.load(p_ptr + row // N)
     if (k > 0) | (p < 1.0):
@@ -104,9 +100,7 @@ def _counts(
 @triton.jit
 def _bounds(scale_ptr, count_ptr, k_ptr, p_ptr, bound_ptr, V, N, DEPENDENT: tl.constexpr):
     """The first and the last level of a row whose ids are gathered."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row, level = tl.program_id(0).to(tl.int64), tl.arange(0, LEVELS)
     k, p, per_nat = tl.load(k_ptr + row // N), tl.load(p_ptr + row // N), tl.load(scale_ptr + 2 * row + 1)
     count, first, last = tl.load(count_ptr + row * LEVELS + level), 0, -1
@@ -133,9 +127,7 @@ def _gather(
 ):  # fmt: skip
     """Appends a chunk's ids in the levels to search to the row's gathered ids, in any order. With top-p alone, also
     adds the total weight of the chunk, and the weight of lower levels, to the row's sums."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k, p = tl.load(k_ptr + row // N), tl.load(p_ptr + row // N)
     if (k > 0) | (p < 1.0):
@@ -259,9 +251,7 @@ def _search(
     FEW: tl.constexpr, GATHERED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Stores the place of a row, scores as ordered integers."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     k, p, found = tl.load(k_ptr + row // N), tl.load(p_ptr + row // N), tl.load(found_ptr + row)
     lowest, start = tl.full((), LOWEST, tl.int32), tl.full((), 0, tl.int32)
@@ -280,9 +270,7 @@ def _search(
 
 @triton.jit
 def _apply(x_ptr, place_ptr, out_ptr, sx, V, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + row * sx + i, mask=i < V, other=0.0)

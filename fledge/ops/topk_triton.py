@@ -2,7 +2,8 @@
 
 In `largest` and `likeliest`, a number and its place are one integer, a key: the larger of two keys has the larger
 number or, of equal numbers, the first place. All keys of a row are distinct: the largest key can be found and removed k
-times, in registers. A row's results do not depend on the other rows.
+times, in registers. A row's results do not depend on the other rows. Other kernels use `wait_for_previous`, `ordered`
+and `keys_of` too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ LOWER_BITS = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Waits for the kernel in front, which a dependent launch overlaps, and lets the next kernel start."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _first_largest(x, at):
     """The largest of float32 numbers `x`, and its place, the first among equal numbers. NaN counts as -inf, so that the
     place is always in `at`."""
@@ -36,9 +45,7 @@ def _argmax_of_chunk(
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, IDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The largest number of a chunk, float32, and its place, int32, each [M, chunks]; for a WHOLE row, the result."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     best, at = _first_largest(tl.load(x_ptr + row * sx + i, mask=i < V, other=float("-inf")).to(tl.float32), i)
@@ -53,9 +60,7 @@ def _argmax_of_chunk(
 def _argmax_of_chunks(
     best_ptr, at_ptr, ids_ptr, out_ptr, chunks, CHUNKS: tl.constexpr, IDS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     best = tl.load(best_ptr + row * chunks + c, mask=c < chunks, other=float("-inf"))
     _, at = _first_largest(best, tl.load(at_ptr + row * chunks + c, mask=c < chunks, other=NOWHERE))
@@ -126,9 +131,7 @@ def _largest_of_chunk(
     K: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, LOG_SOFTMAX: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The K largest keys of a chunk, its largest number and its sum of exponentials; of a WHOLE row, the results."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     chunk, row, chunks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     i = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * sx + i, mask=i < W, other=float("-inf")).to(tl.float32)
@@ -156,9 +159,7 @@ def _largest_of_row(
     key_ptr, top_ptr, total_ptr, value_ptr, place_ptr, chunks,
     K: tl.constexpr, KEYS: tl.constexpr, CHUNKS: tl.constexpr, LOG_SOFTMAX: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     row, i, c = tl.program_id(0).to(tl.int64), tl.arange(0, KEYS), tl.arange(0, CHUNKS)
     key = tl.load(key_ptr + row * chunks * K + i, mask=i < chunks * K, other=NOTHING)
     top, log_total = 0.0, 0.0

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fledge.ops.device import dependent_launch, with_unit_stride
-from fledge.ops.topk_triton import keys_of, ordered
+from fledge.ops.topk_triton import keys_of, ordered, wait_for_previous
 from fledge.types import Tree, Verdict
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def _add_level(
     ROOT: tl.constexpr, LAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores `n` children of the ROOT, or of the last WIDTH of `expanded` expanded nodes, and chooses the front."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     logp_ptr += b * M * WIDTH
     score_ptr += b * P
@@ -100,9 +98,7 @@ def _best_nodes(
     WIDTH: tl.constexpr, BP: tl.constexpr, BX: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The best N - 1 of P nodes. `node_ptr` is room for the index of each node in the tree, 0 for those outside."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     b, p, e = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.arange(0, BX)
     place_ptr += b * X
     node_ptr += b * P
@@ -161,9 +157,7 @@ def _place(
     WORDS: tl.constexpr, BW: tl.constexpr, CHAIN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """With CHAIN, `seen_ptr` gets the last node that each node sees."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     n, b, word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64), tl.arange(0, BW)
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     depth = n
@@ -204,9 +198,7 @@ def _walk(
     token_ptr, parent_ptr, own_ptr, size_ptr, path_ptr, count_ptr, out_ptr, N, R, st, sp, so,
     BN: tl.constexpr, BR: tl.constexpr, CHAIN: tl.constexpr, SIZES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(DEPENDENT)
     b, n = tl.program_id(0).to(tl.int64), tl.arange(0, BN)
     end = tl.minimum(tl.load(size_ptr + b), N) if SIZES else N
     real = (n > 0) & (n < end)
