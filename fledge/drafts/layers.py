@@ -164,21 +164,14 @@ class Attention(nn.Module):
         computes keys and values only, and the output is None. "queries" computes the output only, and keys and values
         are None.
         """
-        if part == "keys":
-            return None, *self._keys_values(x, rotation, compute)
-        if part == "queries":
-            q, k, v = self._queries(x, rotation, compute), None, None
-        else:
-            q, k, v = self._products(x, compute, self.q_proj, self.k_proj, self.v_proj)
-            q, (k, v) = self._as_queries(q, rotation, compute), self._as_keys_values(k, v, rotation, compute)
-        attended = attend(q, k, v)
+        of_queries = [] if part == "keys" else [self.q_proj]
+        of_keys = [] if part == "queries" else [self.k_proj, self.v_proj]
+        products = self._products(x, compute, *of_queries, *of_keys)
+        k, v = self._as_keys_values(*products[-2:], rotation, compute) if of_keys else (None, None)
+        if not of_queries:
+            return None, k, v
+        attended = attend(self._as_queries(products[0], rotation, compute), k, v)
         return self.o_proj(attended.flatten(1), compute, residual.expand(attended.shape[0], -1)), k, v
-
-    def _queries(self, x: Tensor | FusedInput, rotation: Rotation, compute: Compute) -> Tensor:
-        return self._as_queries(*self._products(x, compute, self.q_proj), rotation, compute)
-
-    def _keys_values(self, x: Tensor | FusedInput, rotation: Rotation, compute: Compute) -> tuple[Tensor, Tensor]:
-        return self._as_keys_values(*self._products(x, compute, self.k_proj, self.v_proj), rotation, compute)
 
     @staticmethod
     def _products(x: Tensor | FusedInput, compute: Compute, *projections: Linear) -> tuple[Tensor, ...]:
