@@ -295,7 +295,7 @@ def test_the_tree_is_the_likeliest() -> None:
         pool += grown
         front = sorted(grown, key=lambda x: -x[0])[:width]
     best = sorted(pool, key=lambda x: -x[0])[: nodes - 1]
-    expected = {tuple(int(draft.to_target(words[level, r])) for level, r in enumerate(path)) for _, path in best}
+    expected = {tuple(int(draft.target_ids()[words[level, r]]) for level, r in enumerate(path)) for _, path in best}
     assert set(paths_of(tree)) == expected
 
 

@@ -64,7 +64,7 @@ def path_logp(draft: Draft, token_R: Tensor, aux_RAD: Tensor, path: Sequence[int
     position = torch.arange(R + len(path))
     out = draft.step(token_R, draft.fuse(aux_RAD), position[:R], attend)[-1:]
     for k, token in enumerate(path):
-        token_1, at = draft.to_target(torch.tensor([token])), position[R + k : R + k + 1]
+        token_1, at = draft.target_ids()[torch.tensor([token])], position[R + k : R + k + 1]
         out = draft.step(token_1, draft.split_output(out)[0], at, attend)
     return draft.logits(draft.split_output(out)[1])[0].float().log_softmax(-1)
 
@@ -102,7 +102,7 @@ def test_the_dynamic_tree_is_eagle_2s(variant: dict, depth: int, nodes: int, wid
     for a, b in ((0, 9), (9, token_R.numel())):
         tree = propose_one(proposer, token_R[a:b], aux[a:b])
         expected = tree_by_force(draft, token_R[:b], aux[:b], depth, nodes, width)
-        expected = [tuple(draft.to_target(torch.tensor(path)).tolist()) for path in expected]
+        expected = [tuple(draft.target_ids()[torch.tensor(path)].tolist()) for path in expected]
         assert paths_of(tree) == expected
         assert tree.token_BN[0, 0] == token_R[b - 1]
         assert all(p < n for n, p in enumerate(tree.to_lists()[0][1]))
@@ -131,7 +131,7 @@ def test_fixed_trees(name: str) -> None:
         for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
             logp = path_logp(draft, token_R[:b], aux[:b], paths[parent])
             paths.append((*paths[parent], int(logp.topk(rank + 1).indices[rank])))
-        assert paths_of(tree) == [tuple(draft.to_target(torch.tensor(p)).tolist()) for p in paths[1:]]
+        assert paths_of(tree) == [tuple(draft.target_ids()[torch.tensor(p)].tolist()) for p in paths[1:]]
 
 
 FORK = TreeShape((-1, 0, 0), (0, 0, 1))

@@ -95,10 +95,6 @@ class Draft(nn.Module):
         ids = torch.arange(self.config.draft_vocab_size, device=self.device)
         return ids if self.d2t is None else ids + self.d2t
 
-    def to_target(self, draft_id: Tensor) -> Tensor:
-        """Converts draft ids to target ids, of any shape."""
-        return draft_id if self.d2t is None else draft_id + self.d2t[draft_id]
-
     def share_target_weights(self, embedding_VE: Tensor, head_VE: Tensor | None = None) -> None:
         """Sets the target's embedding, used unless the draft has an embedding, and head, used by drafts without a head.
         The weights are copied only if their device or dtype differs from the draft's, and not again while no weight is
