@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from fledge.decode.load import load
-from fledge.drafts.decode_layer import CachedRows
 from fledge.drafts.draft_decoder import DraftDecoder
-from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
+from fledge.drafts.kv_cache import CachedRows, KVCache, SlotPool, TreeRows
 from fledge.ops import compiled as build
 from fledge.ops import linear as linear_module
 from fledge.ops.attention_tree import VisibleChain

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from fledge.decode.load import load
-from fledge.drafts.decode_layer import CachedRows
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
-from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.kv_cache import CachedRows, KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.weights import load_draft, save_draft
 from fledge.ops.attention_tree import Visible
 from fledge.targets.compatibility import connect_draft

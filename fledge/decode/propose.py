@@ -25,11 +25,11 @@ from fledge.decode.draft_size import NOTHING, DraftSize
 from fledge.decode.rounds import RoundState
 from fledge.decode.sampling import BatchSampling
 from fledge.drafts.block import BlockDraft
-from fledge.drafts.decode_layer import CachedRows, Rotation
+from fledge.drafts.decode_layer import Rotation
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.eagle import EagleDraft
-from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.kv_cache import CachedRows, KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.attention_prompt import without_cudnn_sdpa
 from fledge.ops.attention_tree import Visible, VisibleChain

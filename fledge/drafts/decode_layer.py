@@ -1,7 +1,7 @@
 """A decoder layer in decoding, of targets and drafts alike: fused operations for few rows, without gradients.
 
 A layer is a projection to queries, keys and values (`norm_linear`, or `plain_linear` of an input that has its norms),
-the attention (`CachedRows`), and `layer_output`.
+the attention (`CachedRows` of `drafts/kv_cache.py`), and `layer_output`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fledge.drafts.kv_cache import CacheRows
 from fledge.ops.experts import experts, route
-from fledge.ops.layer import rope_to_cache
 from fledge.ops.products import linear_add, linear_add_norm, norm_linear, norm_swiglu, plain_linear
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [n, rotated]; entry i is for M / n consecutive rows of M
@@ -157,38 +155,6 @@ def _joined(modules: Sequence[nn.Module], name: str) -> Tensor:
         else:
             p.data = view
     return whole
-
-
-def queries(
-    qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor
-) -> Tensor:
-    """The queries [M, H, d] of fused projections, after RoPE. Writes keys and values to the slots `slot_M`."""
-    shape = weights.shape
-    return rope_to_cache(
-        qkv_MO, *rotation, shape.heads, keys_GPd, values_GPd, slot_M, weights.q_norm, weights.k_norm, shape.eps
-    )  # fmt: skip
-
-
-class CachedRows:
-    """The attention of M rows that are added to a cache. The queries of `rows` are the M rows, or only the rows at the
-    indices `asked_Q` (int64)."""
-
-    def __init__(self, rows: CacheRows, asked_Q: Tensor | None = None):
-        self.rows, self.asked_Q = rows, asked_Q
-
-    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
-        """The heads' outputs [Q, H d] of the queries, from the fused projections of a layer, [M, (H + 2 G) d], before
-        RoPE and before the norms of queries and keys. Writes the rows' keys and values to the cache."""
-        q_QHd = self.asked(self.write(layer, qkv_MO, weights, rotation))
-        return self.rows.read(layer, q_QHd, scale=weights.shape.scale, window=weights.window).flatten(1)
-
-    def write(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
-        """Writes the rows' keys and values to the cache, and returns the queries of all rows, [M, H, d]."""
-        return queries(qkv_MO, weights, rotation, *self.rows.cache.pool.layers[layer], self.rows.slot_M)
-
-    def asked(self, x_M: Tensor) -> Tensor:
-        """The queries' rows of a tensor [M, ..]."""
-        return x_M if self.asked_Q is None else x_M[self.asked_Q]
 
 
 def layer_output(

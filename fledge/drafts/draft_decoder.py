@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fledge.drafts.compiled_layers import CompiledLayers, Joined, layers_of
-from fledge.drafts.decode_layer import CachedRows, LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.drafts.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.eagle1 import Eagle1Draft
-from fledge.drafts.kv_cache import CacheRows, KVCache
+from fledge.drafts.kv_cache import CachedRows, CacheRows, KVCache
 from fledge.drafts.layers import EAGER, Compute
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.compiled import MOST_ROWS

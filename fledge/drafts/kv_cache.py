@@ -1,9 +1,11 @@
-"""Key-value caches with exact rollback, as contiguous segments of one pool of token slots, for drafts and targets."""
+"""Key-value caches with exact rollback, as contiguous segments of one pool of token slots, for drafts and targets, and
+the attention of new rows to them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +21,10 @@ from fledge.ops.attention_tree import (
     tree_attention,
 )
 from fledge.ops.device import use_triton
+from fledge.ops.layer import rope_to_cache
+
+if TYPE_CHECKING:
+    from fledge.drafts.decode_layer import LayerWeights, Rotation
 
 MIN_SLOTS = 256  # slots of a new pool
 
@@ -300,3 +306,35 @@ class LastRows(CacheRows):
     ) -> Tensor:  # fmt: skip
         """See `CacheRows.read`."""
         return self.last.read(layer, q_QHd, scale=scale, window=window)
+
+
+def queries(
+    qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation, keys_GPd: Tensor, values_GPd: Tensor, slot_M: Tensor
+) -> Tensor:
+    """The queries [M, H, d] of fused projections, after RoPE. Writes keys and values to the slots `slot_M`."""
+    shape = weights.shape
+    return rope_to_cache(
+        qkv_MO, *rotation, shape.heads, keys_GPd, values_GPd, slot_M, weights.q_norm, weights.k_norm, shape.eps
+    )  # fmt: skip
+
+
+class CachedRows:
+    """The attention of M rows that are added to a cache. The queries of `rows` are the M rows, or only the rows at the
+    indices `asked_Q` (int64)."""
+
+    def __init__(self, rows: CacheRows, asked_Q: Tensor | None = None):
+        self.rows, self.asked_Q = rows, asked_Q
+
+    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
+        """The heads' outputs [Q, H d] of the queries, from the fused projections of a layer, [M, (H + 2 G) d], before
+        RoPE and before the norms of queries and keys. Writes the rows' keys and values to the cache."""
+        q_QHd = self.asked(self.write(layer, qkv_MO, weights, rotation))
+        return self.rows.read(layer, q_QHd, scale=weights.shape.scale, window=weights.window).flatten(1)
+
+    def write(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
+        """Writes the rows' keys and values to the cache, and returns the queries of all rows, [M, H, d]."""
+        return queries(qkv_MO, weights, rotation, *self.rows.cache.pool.layers[layer], self.rows.slot_M)
+
+    def asked(self, x_M: Tensor) -> Tensor:
+        """The queries' rows of a tensor [M, ..]."""
+        return x_M if self.asked_Q is None else x_M[self.asked_Q]

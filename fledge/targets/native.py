@@ -12,16 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.drafts.compiled_layers import CompiledLayers, layers_of
-from fledge.drafts.decode_layer import (
-    CachedRows,
-    LayerShape,
-    LayerWeights,
-    Rotation,
-    layer_output,
-    layer_weights,
-    queries,
-)
-from fledge.drafts.kv_cache import KVCache, LastRows, PromptRows, SlotPool, TreeRows
+from fledge.drafts.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.drafts.kv_cache import CachedRows, KVCache, LastRows, PromptRows, SlotPool, TreeRows, queries
 from fledge.ops.attention_prompt import PackedAttention, without_cudnn_sdpa
 from fledge.ops.device import current_device, to_device
 from fledge.ops.layer import add_rms_norm
@@ -47,7 +39,7 @@ PARTS = (nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList)  # exactly these: a
 ACTIVATION = "transformers.activations"
 # transformers adds hooks to a model's layers when hidden states are asked for; the hooks change nothing
 HARMLESS_HOOKS = "transformers.utils.output_capturing"
-# The attention of the rows of a pass, `PackedRows` or `CachedRows` of `drafts/decode_layer.py`: the heads' outputs
+# The attention of the rows of a pass, `PackedRows` or `CachedRows` of `drafts/kv_cache.py`: the heads' outputs
 # [M, H d] of layer i, from the fused projections of M rows, [M, (H + 2 G) d], before RoPE and before the norms of
 # queries and keys.
 RowAttention = Callable[[int, Tensor, LayerWeights, Rotation], Tensor]
