@@ -210,11 +210,10 @@ def filtered_argmax(
 ) -> list[int | None]:
     """`gumbel_argmax` of rows of scores (float32 or float64) among the tokens that top-k (0 keeps all), then top-p (1
     keeps all) leave, where these are few; None for other rows, and where rounding could decide which tokens stay."""
-    rows = zip(scores_MV.numpy(), top_k, top_p, state_M.tolist(), strict=True)
-    return [_filtered_winner(*row) for row in rows]
+    return [_filtered_winner(*row) for row in zip(scores_MV.numpy(), top_k, top_p, state_M, strict=True)]
 
 
-def _filtered_winner(score_V: NDArray, top_k: int, top_p: float, state: int) -> int | None:
+def _filtered_winner(score_V: NDArray, top_k: int, top_p: float, state: Tensor) -> int | None:
     limited, kept = 0 < top_k < score_V.size, None
     if (not limited and top_p == 1) or not math.isfinite(score_V.max()):  # without filters; or NaN
         return None
@@ -227,7 +226,7 @@ def _filtered_winner(score_V: NDArray, top_k: int, top_p: float, state: int) -> 
     if kept is None:
         return None
     ids, values = kept
-    uniform = _uniforms_at(torch.tensor(state), torch.from_numpy(ids))
+    uniform = _uniforms_at(state, torch.from_numpy(ids))
     drawn = values + uniform.log_().neg_().log_().neg_().numpy()
     at = int(drawn.argmax())
     unsure = drawn.size > 1 and drawn[at] - np.partition(drawn, -2)[-2] <= CLOSE
