@@ -389,7 +389,7 @@ class Deep(BlockDraft):
 
     def context(self, states_TAD: Tensor, position_T: Tensor) -> list[tuple[Tensor, Tensor]]:
         state, rotation = self.fc(states_TAD[:, 0]), self.rotary(position_T, self.dtype)
-        return [layer.self_attn._keys_values(state, rotation, EAGER) for layer in self.layers]
+        return [layer.self_attn(state, state, rotation, None, part="keys")[1:] for layer in self.layers]
 
     def block(self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend) -> Tensor:
         N, Q = token_N.numel(), K + 1

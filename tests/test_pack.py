@@ -258,14 +258,14 @@ def test_the_chosen_vocabulary_has_the_highest_coverage(tokens, size, keep):
 
 def test_documents_are_counted_together_in_bounded_groups(monkeypatch):
     """A count is as long as the vocabulary, so one count per document would take a minute for 200,000 documents."""
-    from fledge.data import vocab
+    from fledge.train.setup import draft
 
     counted, bincount = [], np.bincount
     monkeypatch.setattr(np, "bincount", lambda x, **k: counted.append(len(x)) or bincount(x, **k))
     documents = [spoken([i % 10, (i * i) % 10], [-1, 0]) for i in range(1_000)]
     together = choose_vocabulary(documents, 10, 4)
     assert counted == [1_000]
-    monkeypatch.setattr(vocab, "TOKENS_PER_CHUNK", 300)  # documents of two tokens, one of them supervised
+    monkeypatch.setattr(draft, "TOKENS_PER_CHUNK", 300)  # documents of two tokens, one of them supervised
     ids, coverage = choose_vocabulary(documents, 10, 4)
     assert counted == [1_000, *[150] * 6, 100]
     assert ids.tolist() == together[0].tolist() and coverage == together[1]

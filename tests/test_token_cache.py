@@ -245,7 +245,7 @@ def truncate(file: Path) -> None:
 
 def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
-    data[200] ^= 1
+    data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
