@@ -24,7 +24,7 @@ from fledge.drafts.block import BlockAttend, BlockDraft
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.eagle import EagleDraft
-from fledge.drafts.layers import EAGER, Layer, Linear
+from fledge.drafts.layers import Layer, Linear
 from fledge.drafts.peagle import ParallelDraft
 from fledge.drafts.weights import load_draft, save_draft
 from fledge.engines.support import ENGINES, unsupported
