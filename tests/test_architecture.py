@@ -25,13 +25,13 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # No single change shows how much the whole grows: each budget may only get smaller. Blank lines are not counted. The
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
-    "files": 195,
-    "lines": 30_435,
-    "statements": 23_190,
-    "lines behind fledge train": 23_644,
-    "lines behind fledge generate": 14_112,
-    "lines behind the training loop": 5_870,
-    "lines behind the engine": 10_776,
+    "files": 179,
+    "lines": 29_582,
+    "statements": 22_486,
+    "lines behind fledge train": 22_717,
+    "lines behind fledge generate": 13_515,
+    "lines behind the training loop": 5_473,
+    "lines behind the engine": 10_283,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,
