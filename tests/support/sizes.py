@@ -26,6 +26,6 @@ class RandomSizes:
     def rests(self, requests: int) -> bool:
         return self.draw.random() < self.rest
 
-    def add(self, size: DraftSize, accepted: Sequence[int], seconds: Sequence[float]) -> None:
-        assert max(accepted) <= size.depth and len(seconds) == 1 + (size.depth > 0)
+    def add(self, size: DraftSize, accepted: Sequence[int], seconds: tuple[float, float]) -> None:
+        assert max(accepted) <= size.depth and len(seconds) == 2 and (size.depth > 0 or seconds[0] == 0)
         self.added.append(size)
