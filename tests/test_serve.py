@@ -238,13 +238,13 @@ def test_a_draft_is_checked_before_the_engine_starts(fledge, tmp_path, monkeypat
         codes.append(fledge(*words[3:]).code)
         return SimpleNamespace(returncode=codes[-1])
 
-    monkeypatch.setattr(serve.subprocess, "run", run)
+    monkeypatch.setattr(serve, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
     monkeypatch.setattr(export_module, "available", lambda engine: True)
     words = ["serve", "--target", target, "--draft", tmp_path / "draft", "--trust-remote-code"]
     went = fledge(*words)
     assert codes == [1] and not ran and went.code == 2 and "fledge check failed; correct what it names" in went.err
-    monkeypatch.setattr(serve.subprocess, "run", lambda words: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(serve, "subprocess", SimpleNamespace(run=lambda words: SimpleNamespace(returncode=0)))
     assert fledge(*words).code == 0 and ran[0][1][-1] == "--trust-remote-code"
 
 
@@ -263,7 +263,7 @@ def test_of_a_target_that_does_not_fit_files_are_checked(fledge, tmp_path, monke
         return SimpleNamespace(returncode=fledge(*words[3:]).code)
 
     monkeypatch.setattr("fledge.check.pair.free_bytes", lambda device: 1000)
-    monkeypatch.setattr(serve.subprocess, "run", run)
+    monkeypatch.setattr(serve, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(os, "execvp", lambda *command: ran.append(command))
     monkeypatch.setattr(export_module, "available", lambda engine: True)
     options = serve.ServeOptions(target=str(target), draft=str(tmp_path / "draft"), engine="sglang")
