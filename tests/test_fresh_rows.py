@@ -32,7 +32,7 @@ def test_what_rows_are() -> None:
 
 
 def test_a_request_without_tokens() -> None:
-    """Its root is its first row, which means nothing."""
+    """The root is then the first row, a token that nothing reads."""
     rows = rows_of([0, 4], 4, masked=1, mask_token=5)
     assert rows.token_Bn.tolist() == [[5] * 5, [104, 105, 106, 107, 5]]
     assert rows.asked_BS.tolist() == [[0, 1], [3, 4]] and rows.root_B.tolist() == [100, 107]

@@ -144,7 +144,7 @@ def choose(trial: Trial, candidates: Sequence[Implementation], available: int) -
 
 
 def warm_up_row(row: Packed) -> Packed:
-    """The first WARM_UP_TOKENS tokens of a row, all supervised, so that a step on them does all its work."""
+    """The first WARM_UP_TOKENS tokens of a row, all supervised: a training step over them runs every kernel."""
     token, position, doc = (x[:WARM_UP_TOKENS] for x in (row.token_T, row.position_T, row.doc_T))
     return Packed(token, doc, position, doc)
 
