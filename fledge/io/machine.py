@@ -57,10 +57,6 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def is_x86() -> bool:
-    return platform.machine() in ("x86_64", "AMD64")
-
-
 def is_intel() -> bool:
     """Whether the CPU is an x86 processor by Intel."""
     if not INFO.exists():  # Windows
