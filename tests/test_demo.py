@@ -162,8 +162,8 @@ def test_a_small_demo_is_interrupted_and_runs(
     """With the pair that ships: answers, trains for three steps, measures and draws."""
     lines = gzip.decompress((SHIPPED / "chats.jsonl.gz").read_bytes()).splitlines(keepends=True)
     monkeypatch.setattr(demo, "files", lambda package: tmp_path / "bundled")
-    shutil.copytree(SHIPPED, tmp_path / "bundled")
-    (tmp_path / "bundled" / "chats.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:40])))
+    shutil.copytree(SHIPPED, tmp_path / "bundled" / "demo")
+    (tmp_path / "bundled" / "demo" / "chats.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:40])))
     words = "demo", "--out", tmp_path / "demo", "--steps", 3, "--prompts", 3
     with monkeypatch.context() as patch:
         patch.setattr(ProgressDisplay, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
