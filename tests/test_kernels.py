@@ -13,11 +13,12 @@ from torch import Tensor
 from fledge.config import RopeConfig
 from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
-from fledge.drafts.layers import Compute, Rotary
+from fledge.drafts.layers import Rotary
 from fledge.ops import training
 from fledge.ops.attention_ttt import OwnSteps, Queries, ttt_attention, ttt_attention_reference
+from fledge.ops.device import computed_by
 from fledge.ops.loss import KINDS
-from fledge.ops.rope import apply_rope
+from fledge.ops.rope import apply_rope, cos_sin
 from fledge.ops.training import GradientSums, swiglu, swiglu_reference, take_rows
 from fledge.train.objective import ttt
 from fledge.train.row_pass import Implementation, Objective
@@ -236,7 +237,7 @@ def test_loss_of_ties_takes_the_first() -> None:
 def test_rope(H: int, d: int, rotated: int) -> None:
     """Outputs and gradients equal plain torch's, for full and partial rotation and head sizes that are not powers of
     two."""
-    from fledge.ops.training_triton import rope
+    from fledge.ops.rope_triton import rope
 
     x = torch.randn(7, H, d, device=DEVICE).requires_grad_()
     angle = torch.randn(7, 1, rotated // 2, device=DEVICE).repeat(1, 1, 2)
@@ -277,14 +278,18 @@ def test_rows_taken() -> None:
 @pytest.mark.parametrize("frequencies", [3, 8])
 def test_cos_and_sin(frequencies: int, dtype: torch.dtype) -> None:
     """The kernel's cos and sin equal torch's, also for large positions and with a scale."""
+    from fledge.ops.rope_triton import cos_sin_triton
+
     yarn = RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     config = replace(tiny_draft(tiny_target(tokenizer=False)).config, head_dim=2 * frequencies, rope=yarn)
     rotary, positions = Rotary(config).to(DEVICE), torch.tensor([0, 1, 7, 100_000], device=DEVICE)
     assert rotary.scale != 1.0
-    fused = Compute("triton")
-    for ours, expected in zip(rotary(positions, dtype, fused), rotary(positions, dtype), strict=True):
+    given = rotary.frequencies, rotary.scale, dtype
+    with computed_by("definition"):
+        plain = cos_sin(positions, *given)
+    for ours, expected in zip(cos_sin_triton(positions, *given), plain, strict=True):
         torch.testing.assert_close(ours, expected)
-    assert rotary(positions[:0], dtype, fused)[0].shape == (0, 1, 2 * frequencies)
+    assert cos_sin_triton(positions[:0], *given)[0].shape == (0, 2 * frequencies)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -323,7 +328,8 @@ def test_rows_are_added(O: int) -> None:
 def test_parts_in_16_bits(part: str) -> None:
     """The error of each part's outputs and gradients is at most 1.5 times that of plain torch in the same dtype:
     bfloat16 on a GPU, float16 in the interpreter, which does not round bfloat16 as a GPU does."""
-    from fledge.ops.training_triton import norm_with_input, rope
+    from fledge.ops.rope_triton import rope
+    from fledge.ops.training_triton import norm_with_input
 
     half = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     S, E, inner = 40, 256, 1536

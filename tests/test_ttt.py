@@ -21,11 +21,11 @@ from fledge.ops.loss import KINDS, SLOTS_PER_GROUP, LossOptions, Teacher, loss_a
 from fledge.ops.training import Fp32Accumulator
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import row_pass as passes_module
-from fledge.train.objective import accepted_per_round, simulate_decoding, ttt
+from fledge.train.objective import RowSums, accepted_per_round, simulate_decoding, ttt
 from fledge.train.optim import MasterOptimizer, learning_rate, orthogonalized
 from fledge.train.plan import DropTokens, chunk_slots
 from fledge.train.row_pass import FirstPass, Implementation, Objective, row_pass
-from fledge.types import Packed, RowSums
+from fledge.types import Packed
 from support.dense import Dense, dense
 from support.losses import assert_same_gradients, gradients, loss_case
 from support.mutations import AlteredDraft, replace_function
@@ -582,8 +582,8 @@ def test_matrices_of_layers_are_updated_by_muon() -> None:
 @pytest.mark.parametrize("shape", [(40, 40), (16, 64), (64, 16)])
 def test_an_orthogonalized_matrix_has_singular_values_near_one(shape: tuple[int, int]) -> None:
     """Of any scale, with the singular vectors of the matrix; a matrix of zeros stays one."""
-    x = torch.randn(shape, dtype=torch.float64)
-    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    x = u @ torch.linspace(0.1, 1, min(shape), dtype=torch.float64).diag() @ v
     for scale in (1e-3, 1.0, 1e3):
         found = orthogonalized(scale * x)
         inner = u.T @ found @ v.T

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import DraftConfig
-from fledge.drafts.layers import EAGER, Compute, Rotary
+from fledge.drafts.layers import Rotary
 from fledge.ops.linear import linear, version
-from fledge.ops.training import linear_products
 from fledge.types import Features
 
 
@@ -129,10 +128,8 @@ class Draft(nn.Module):
         """The head's weight, [W, E]: the draft's parameter, or the target's weight."""
         return self._shared["head"] if self.family.borrows_head else self.lm_head.weight
 
-    def logits(self, head_input_SE: Tensor, compute: Compute = EAGER) -> Tensor:
+    def logits(self, head_input_SE: Tensor) -> Tensor:
         """The logits [S, W] over the draft's vocabulary."""
-        if compute.uses_triton:
-            return linear_products(head_input_SE, self.head, gradients=compute.gradients)[0]
         return linear(head_input_SE, self.head)
 
     def select_states(self, features: Features) -> Tensor:

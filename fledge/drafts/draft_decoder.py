@@ -15,10 +15,8 @@ from fledge.drafts.decode_layer import LayerShape, LayerWeights, Rotation, layer
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.eagle1 import Eagle1Draft
 from fledge.drafts.kv_cache import CachedRows, CacheRows, KVCache
-from fledge.drafts.layers import EAGER, Compute
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.compiled import MOST_ROWS
-from fledge.ops.device import has_kernels
 from fledge.ops.layer import add_rms_norm, join_embedding, rms_norm
 from fledge.ops.linear import packed_model
 from fledge.ops.products import norm_linear, plain_linear
@@ -59,13 +57,13 @@ class DraftDecoder:
         )
         norm_E = None if draft.family.borrows_head else draft.norm.weight
         self.compiled = layers_of(self.layers, self.shape, norm_E, others)
-        self.compute = Compute("triton") if has_kernels(draft.device, draft.dtype) else EAGER
+        self.dtype = draft.dtype
 
     def fuse(self, aux_TAD: Tensor) -> Tensor:
-        """See `EagleDraft.fuse`. On a CPU, the norms of all layers' states are computed together."""
+        """See `EagleDraft.fuse`. The norms of all layers' states are computed together."""
         draft, config = self.draft, self.draft.config
-        if not (aux_TAD.is_cpu and draft.family.reads_layers):
-            return draft.fuse(aux_TAD, self.compute)
+        if not draft.family.reads_layers:
+            return draft.fuse(aux_TAD)
         if config.fc_norm:
             gain_AD = torch.stack([norm.weight for norm in draft.fc_norm])
             aux_TAD = rms_norm(aux_TAD, gain_AD, config.rms_norm_eps)
@@ -77,7 +75,7 @@ class DraftDecoder:
     def rotation(self, position_M: Tensor) -> Rotation:
         """cos and sin at the positions, each [M, rotated], computed in float32."""
         rotary = self.draft.rotary
-        return cos_sin(position_M, rotary.frequencies, rotary.scale, self.draft.dtype)
+        return cos_sin(position_M, rotary.frequencies, rotary.scale, self.dtype)
 
     def read(self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, rows: CacheRows) -> None:
         """Adds the keys and values of M rows to the cache, and computes nothing else of the last layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
-from fledge.drafts.layers import EAGER, Attention, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm, SharedEmbedding
+from fledge.drafts.layers import EAGER, Attention, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm
 from fledge.io.tensors import to_draft_names
+
+if TYPE_CHECKING:
+    from fledge.ops.training import SharedProducts
 
 # the initial attention score of a slot for itself in the head of `_attend_to_own_token`; about 0 for other slots. With
 # q and k norms, it is √d instead.
@@ -117,7 +120,7 @@ class EagleDraft(Draft):
         if self.config.fc_norm:
             aux_TAD = torch.stack([norm(aux_TAD[:, i]) for i, norm in enumerate(self.fc_norm)], dim=1)
         flat = aux_TAD.flatten(1)
-        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat, compute)
+        return compute.products(self.input_norm(flat) if self.config.norm_before_fc else flat, self.fc)[0]
 
     def mask_inputs(self, compute: Compute = EAGER) -> tuple[Tensor, Tensor] | None:
         """The token, int64 [1], and state [1, E] that steps from 1 on read in place of the previous step's results.
@@ -142,7 +145,7 @@ class EagleDraft(Draft):
         "keys" computes only keys and values in the last layer, and "queries" only its output. `first` is the index of
         the layer that `state_TE` is the input of.
         """
-        rotation = self.rotary(position_T, self.dtype, compute)
+        rotation = self.rotary(position_T, self.dtype)
         blocks, keys = self.blocks, []
         for i in range(first, len(blocks)):
             layer, last = blocks[i], i + 1 == len(blocks)
@@ -166,12 +169,9 @@ class EagleDraft(Draft):
             return token_T, state_TE
         return self.embed(token_T), state_TE
 
-    def shared_embedding(self, token_N: Tensor, compute: Compute) -> SharedEmbedding | None:
-        """The embeddings of N tokens for several steps; the first layer then projects each embedding only once. None if
-        unsupported: for eager layers, and for projections with biases."""
-        if not compute.uses_triton or self.config.attention_bias:
-            return None
-        return SharedEmbedding(self.embed(token_N))
+    def shared_embedding(self, token_N: Tensor, compute: Compute) -> SharedProducts | None:
+        """The first layer's products of the embeddings of N tokens, for several steps; None as in `Compute.share`."""
+        return compute.share(self.midlayer, self.embed(token_N))
 
     def split_output(self, out_SE: Tensor, compute: Compute = EAGER) -> tuple[Tensor, Tensor]:
         """The input state of the next step and the head's input, each [S, E], from the last layer's output.
@@ -179,7 +179,7 @@ class EagleDraft(Draft):
         EAGLE-3 feeds back the output without the norm, or with it if `norm_output` (EAGLE-3.1); the head reads the
         normed output.
         """
-        normed, out_SE = self.norm.with_input(out_SE, compute)
+        normed, out_SE = compute.norm(self.norm, out_SE)
         return (normed if self.config.norm_output else out_SE), normed
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fledge.config import DraftConfig
 from fledge.drafts.eagle import EagleDraft
-from fledge.drafts.layers import EAGER, Compute, EmbeddingRows, Layer, Linear, SharedEmbedding
+from fledge.drafts.layers import EAGER, Compute, EmbeddingRows, Layer, Linear
 
 
 class Eagle1Draft(EagleDraft):
@@ -49,9 +49,9 @@ class Eagle1Draft(EagleDraft):
     def _layer_input(
         self, token_T: Tensor | EmbeddingRows, state_TE: Tensor, compute: Compute
     ) -> tuple[Tensor | EmbeddingRows | None, Tensor]:
-        return None, self.fc(torch.cat((self.embed(token_T), state_TE), dim=-1), compute)
+        return None, compute.products(torch.cat((self.embed(token_T), state_TE), dim=-1), self.fc)[0]
 
-    def shared_embedding(self, token_N: Tensor, compute: Compute) -> SharedEmbedding | None:
+    def shared_embedding(self, token_N: Tensor, compute: Compute) -> None:
         """None: `fc` reads the embeddings."""
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from fledge.config import DraftConfig
 from fledge.ops.linear import linear
 from fledge.ops.rope import apply_rope, cos_sin, rope_frequencies
-from fledge.ops.training import GradientSums, SharedProducts, linear_products, swiglu
+
+if TYPE_CHECKING:
+    from fledge.ops.training import SharedProducts
 
 # attend(q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]; k and v are None if the layer computes queries only
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -24,24 +26,38 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each [S, 1, rotated]
 
 @dataclass(frozen=True)
 class Compute:
-    """How layers are computed. Every `Compute` gives the same values and gradients, up to rounding.
+    """The operations of layers in plain torch, the definition; `FusedCompute` gives the same values and gradients up to
+    rounding. `recompute` recomputes the MLP's activations in the backward pass."""
 
-    `impl` "eager" is plain torch. "triton" uses fused kernels (on a GPU, or in Triton's interpreter), which save fewer
-    activations; modules with biases stay in plain torch. `recompute` recomputes the MLP's activations in the backward
-    pass. With `gradients`, the kernels add the weights' gradients there ("triton" only); None leaves them to autograd.
-    """
-
-    impl: str = "eager"
     recompute: bool = False
-    gradients: GradientSums | None = None
 
-    def __post_init__(self) -> None:
-        if self.impl not in ("eager", "triton"):
-            raise ValueError(f"layer implementation {self.impl!r} must be 'eager' or 'triton'")
+    def products(self, x: Tensor, *projections: Linear) -> tuple[Tensor, ...]:
+        """x Wᵀ + b of each projection."""
+        return tuple(p(x) for p in projections)
 
-    @property
-    def uses_triton(self) -> bool:
-        return self.impl == "triton"
+    def add_product(self, x: Tensor, projection: Linear, residual: Tensor) -> Tensor:
+        """residual + x Wᵀ + b."""
+        return residual + projection(x)
+
+    def norm(self, norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x [S, E], and x itself. The caller must use the returned x: kernels sum its gradient and the
+        norm's."""
+        return norm(x), x
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """`apply_rope` of contiguous x."""
+        return apply_rope(x, *rotation)
+
+    def mlp(self, mlp: MLP, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + MLP(x), all [S, E]."""
+        if self.recompute:
+            return residual + checkpoint(mlp, x, use_reentrant=False, preserve_rng_state=False)
+        return residual + mlp(x)
+
+    def share(self, layer: Layer, embedded_NE: Tensor) -> SharedProducts | None:
+        """The products of the embeddings of N tokens and a layer's projections, for several steps; None where each step
+        computes its own."""
+        return None
 
 
 EAGER = Compute()
@@ -50,12 +66,8 @@ EAGER = Compute()
 class Linear(nn.Linear):
     """`nn.Linear`, with `ops.linear` for products with few rows on a CPU."""
 
-    def forward(self, x: Tensor, compute: Compute = EAGER, residual: Tensor | None = None) -> Tensor:
-        """x Wᵀ + b, plus the residual if given."""
-        if compute.uses_triton and self.bias is None:
-            return linear_products(x, self.weight, residual_SO=residual, gradients=compute.gradients)[0]
-        out = linear(x, self.weight, self.bias)
-        return out if residual is None else residual + out
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -68,15 +80,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    def with_input(self, x: Tensor, compute: Compute) -> tuple[Tensor, Tensor]:
-        """The norm of x [S, E], and x itself. The caller must use the returned x: its gradient and the norm's are
-        summed by one kernel with "triton"."""
-        if compute.uses_triton:
-            from fledge.ops.training_triton import norm_with_input
-
-            return norm_with_input(x, self.weight, self.eps)
-        return self(x), x
 
 
 class Rotary(nn.Module):
@@ -92,9 +95,9 @@ class Rotary(nn.Module):
             frequencies, self.scale = rope_frequencies(config.rope, config.head_dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, position_S: Tensor, dtype: torch.dtype, compute: Compute = EAGER) -> Rotation:
+    def forward(self, position_S: Tensor, dtype: torch.dtype) -> Rotation:
         """(cos, sin) at the positions, each [S, 1, rotated], computed in float32 and returned in `dtype`."""
-        cos, sin = cos_sin(position_S, self.frequencies, self.scale, dtype, triton=compute.uses_triton)
+        cos, sin = cos_sin(position_S, self.frequencies, self.scale, dtype)
         return cos[:, None], sin[:, None]
 
     def _apply(self, fn, recurse: bool = True):
@@ -104,26 +107,10 @@ class Rotary(nn.Module):
         return self
 
 
-class SharedEmbedding:
-    """The embeddings [N, E] of the tokens of a chunk, which several TTT steps read.
-
-    The first layer multiplies them by its projections once, for all steps (`products`).
-    """
-
-    def __init__(self, embedded_NE: Tensor):
-        self.embedded_NE = embedded_NE
-        self.products: SharedProducts | None = None  # set by the first layer at the first step
-
-    def backward(self) -> None:
-        """Backpropagates the gradients of the products, summed over the steps."""
-        if self.products is not None:
-            self.products.backward()
-
-
 class EmbeddingRows(NamedTuple):
-    """The rows of a `SharedEmbedding` that a step's slots read, int [S]."""
+    """The rows of the products of `Compute.share` that a step's slots read, int [S]."""
 
-    shared: SharedEmbedding
+    shared: SharedProducts
     rows_S: Tensor
 
 
@@ -171,16 +158,14 @@ class Attention(nn.Module):
         if not of_queries:
             return None, k, v
         attended = attend(self._as_queries(products[0], rotation, compute), k, v)
-        return self.o_proj(attended.flatten(1), compute, residual.expand(attended.shape[0], -1)), k, v
+        return compute.add_product(attended.flatten(1), self.o_proj, residual.expand(attended.shape[0], -1)), k, v
 
     @staticmethod
     def _products(x: Tensor | FusedInput, compute: Compute, *projections: Linear) -> tuple[Tensor, ...]:
-        weights = [p.weight for p in projections]
         if isinstance(x, FusedInput):
-            return x.embedding.shared.products.with_rows(x.embedding.rows_S, x.normed_SE, *weights)
-        if compute.uses_triton and projections[0].bias is None:
-            return linear_products(x, *weights, gradients=compute.gradients)
-        return tuple(p(x) for p in projections)
+            shared, rows_S = x.embedding
+            return shared.with_rows(rows_S, x.normed_SE, *(p.weight for p in projections))
+        return compute.products(x, *projections)
 
     def _as_queries(self, q: Tensor, rotation: Rotation, compute: Compute) -> Tensor:
         q = q.view(-1, self.heads, self.head_dim)
@@ -193,16 +178,11 @@ class Attention(nn.Module):
 
 
 def _rotated(x: Tensor, rotation: Rotation, compute: Compute) -> Tensor:
-    x = x.expand(rotation[0].shape[0], -1, -1).contiguous()
-    if compute.uses_triton:
-        from fledge.ops.training_triton import rope
-
-        return rope(x, *rotation)
-    return apply_rope(x, *rotation)
+    return compute.rotate(x.expand(rotation[0].shape[0], -1, -1).contiguous(), rotation)
 
 
 class MLP(nn.Module):
-    """residual + down(silu(gate x) * up x), as in Llama."""
+    """down(silu(gate x) * up x), as in Llama."""
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -211,16 +191,7 @@ class MLP(nn.Module):
         self.up_proj = Linear(E, inner, bias=bias)
         self.down_proj = Linear(inner, E, bias=bias)
 
-    def forward(self, x: Tensor, residual: Tensor, compute: Compute = EAGER) -> Tensor:
-        """`x`, `residual` and the result are [S, E]."""
-        if compute.uses_triton and self.gate_proj.bias is None:
-            weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-            return swiglu(x, *weights, residual, recompute=compute.recompute, gradients=compute.gradients)
-        if compute.recompute:
-            return residual + checkpoint(self._plain, x, use_reentrant=False, preserve_rng_state=False)
-        return residual + self._plain(x)
-
-    def _plain(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -256,8 +227,8 @@ class Layer(nn.Module):
         h, k, v = self.self_attn(x, residual, rotation, attend, compute, part=part)
         if h is None:
             return None, k, v
-        normed, h = self.post_attention_layernorm.with_input(h, compute)
-        return self.mlp(normed, h, compute), k, v
+        normed, h = compute.norm(self.post_attention_layernorm, h)
+        return compute.mlp(self.mlp, normed, h), k, v
 
     def _inputs(
         self, state_TE: Tensor, embedding: Tensor | EmbeddingRows | None, compute: Compute
@@ -266,18 +237,9 @@ class Layer(nn.Module):
         if not self.norms_input:
             return state_TE, state_TE
         if not self.reads_embedding:
-            return self.input_layernorm.with_input(state_TE, compute)
-        normed, state_TE = self.hidden_norm.with_input(state_TE, compute)
+            return compute.norm(self.input_layernorm, state_TE)
+        normed, state_TE = compute.norm(self.hidden_norm, state_TE)
         residual = normed if self.norm_before_residual else state_TE
         if isinstance(embedding, EmbeddingRows):
-            self._project_shared(embedding.shared, compute)
             return FusedInput(embedding, normed), residual
-        return torch.cat((self.input_layernorm.with_input(embedding, compute)[0], normed), dim=-1), residual
-
-    def _project_shared(self, shared: SharedEmbedding, compute: Compute) -> None:
-        """Multiplies shared embeddings by the projections, unless that is done already."""
-        if shared.products is None:
-            attention = self.self_attn
-            weights = (p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-            embedded = self.input_layernorm(shared.embedded_NE)
-            shared.products = SharedProducts(embedded, *weights, gradients=compute.gradients)
+        return torch.cat((compute.norm(self.input_layernorm, embedding)[0], normed), dim=-1), residual

@@ -92,24 +92,20 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
 
 
-def cos_sin(
-    position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype, triton: bool | None = None
-) -> tuple[Tensor, Tensor]:
+def cos_sin(position_S: Tensor, frequency_F: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of position times frequency, times `scale`: each [S, 2F] with equal halves.
 
-    Computed in float32 and returned in `dtype`. `triton` asks for the kernel (a GPU or Triton's interpreter) or for
-    plain torch; None: the kernel on a GPU, but for float64.
+    Computed in float32 and returned in `dtype`. The kernel returns no float64.
     """
-    if (use_triton(position_S) and dtype != torch.float64) if triton is None else triton:
-        from fledge.ops.training_triton import cos_sin_triton
+    if use_triton(position_S) and dtype != torch.float64:
+        from fledge.ops.rope_triton import cos_sin_triton
 
         return cos_sin_triton(position_S, frequency_F, scale, dtype)
-    angle = position_S[:, None].float() * frequency_F
-    halves = angle.cos(), angle.sin()
+    angle = position_S[:, None].float() * torch.cat((frequency_F, frequency_F))
+    cos, sin = angle.cos(), angle.sin()
     if scale != 1.0:
-        halves = tuple(half * scale for half in halves)
-    cos, sin = (torch.cat((half, half), dim=-1).to(dtype) for half in halves)
-    return cos, sin
+        cos, sin = cos * scale, sin * scale
+    return cos.to(dtype), sin.to(dtype)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

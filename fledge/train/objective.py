@@ -16,7 +16,57 @@ from fledge.drafts.draft import Draft
 from fledge.ops.device import at_least_float32, to_device
 from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients
 from fledge.train.row_pass import Chunk, Implementation, Objective, row_pass
-from fledge.types import Features, Packed, RowSums
+from fledge.types import Features, Packed
+
+
+@dataclass
+class RowSums:
+    """The loss and metrics of one row as sums, so that rows and ranks can be added before any division.
+
+    `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar. The [K] tensors hold one value per TTT step: the numbers of live
+    slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots hit at this and all earlier steps, and
+    the sum of the acceptance rates α (float32). simulated is (tokens committed, rounds) of a decoding simulated on the
+    row, as if its text were the target's output.
+    """
+
+    loss: Tensor
+    live_K: Tensor
+    scored_K: Tensor
+    hit_K: Tensor
+    survive_K: Tensor
+    accept_K: Tensor
+    simulated: tuple[int, int]
+
+    def __add__(self, other: RowSums) -> RowSums:
+        return RowSums(
+            self.loss.detach() + other.loss.detach(),
+            self.live_K + other.live_K,
+            self.scored_K + other.scored_K,
+            self.hit_K + other.hit_K,
+            self.survive_K + other.survive_K,
+            self.accept_K + other.accept_K,
+            simulated=(self.simulated[0] + other.simulated[0], self.simulated[1] + other.simulated[1]),
+        )
+
+    @classmethod
+    def zero(cls, steps: int) -> RowSums:
+        """The sums of no row, for `steps` TTT steps."""
+        live, scored, hit, survive = (torch.zeros(steps, dtype=torch.int64) for _ in range(4))
+        return cls(torch.zeros(()), live, scored, hit, survive, torch.zeros(steps), (0, 0))
+
+    def packed(self) -> Tensor:
+        """All sums as one float64 vector in host memory, in which numbers up to 2^53 are exact."""
+        counts = (self.live_K, self.scored_K, self.hit_K, self.survive_K, self.accept_K)
+        parts = [self.loss.detach().cpu().double()[None], *(c.double() for c in counts)]
+        return torch.cat([*parts, torch.tensor(self.simulated, dtype=torch.float64)])
+
+    @classmethod
+    def unpacked(cls, vector: Tensor) -> RowSums:
+        """The sums in a vector made by `packed`."""
+        *counts, accept = vector[1:-2].view(5, -1)
+        live, scored, hit, survive = (c.long() for c in counts)
+        committed, rounds = (int(n) for n in vector[-2:])
+        return cls(vector[0], live, scored, hit, survive, accept, (committed, rounds))
 
 
 def ttt(

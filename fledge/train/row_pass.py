@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
-from fledge.drafts.layers import Compute, EmbeddingRows, SharedEmbedding
+from fledge.drafts.fused_layers import FusedCompute
+from fledge.drafts.layers import Compute, EmbeddingRows
 from fledge.methods import Method
 from fledge.ops.attention_block import block_attention
 from fledge.ops.attention_ttt import OwnSteps, ttt_attention
 from fledge.ops.device import to_device
-from fledge.ops.training import GradientSums, padded_rows, take_rows
+from fledge.ops.training import GradientSums, SharedProducts, padded_rows, take_rows
 from fledge.train.plan import DropTokens, chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
 from fledge.types import Features, Packed
 
@@ -142,8 +143,8 @@ class EaglePass(RowPass):
 
     def first_pass(self, states_TAD: Tensor) -> FirstPass:
         """Step 0 of every token: the complete layers below the last one, and the last layer's keys and values."""
-        fused, ways = self.implementation.layers == "triton", self.implementation
-        self.compute = Compute(ways.layers, ways.recompute, self.gradients if fused else None)
+        fused, recompute = self.implementation.layers == "triton", self.implementation.recompute
+        self.compute = FusedCompute(recompute, self.gradients) if fused else Compute(recompute)
         draft, all_tokens = self.draft, torch.arange(self.row.token_T.numel())
         token, position = to_device(step_inputs(self.row, all_tokens, 0), draft.device)
         # only the layers below the last compute attention
@@ -162,7 +163,7 @@ class EaglePass(RowPass):
 
     def _shared_embedding(
         self, needed_P: Tensor, rows: Sequence[Tensor]
-    ) -> tuple[SharedEmbedding | None, list[EmbeddingRows]]:
+    ) -> tuple[SharedProducts | None, list[EmbeddingRows]]:
         """The embeddings of the chunk's tokens, and for each step the rows of its slots among them (`teacher_rows`).
 
         Slot t reads at step k the token that slot t + 1 read at step k - 1, so the embeddings' products with the
@@ -267,7 +268,7 @@ class Steps:
 
     outputs: list[Tensor]
     head_inputs: list[Tensor]
-    shared: SharedEmbedding | None = None
+    shared: SharedProducts | None = None
 
 
 @dataclass

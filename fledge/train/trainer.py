@@ -23,11 +23,11 @@ from fledge.drafts.draft import Draft
 from fledge.ops.device import to_device
 from fledge.targets.source import FeatureSource, LiveFeatures, RowIterator
 from fledge.train.feed import AFTER, BEFORE, Deliveries, deliveries_of_step
-from fledge.train.objective import ttt_queued
+from fledge.train.objective import RowSums, ttt_queued
 from fledge.train.optim import MasterOptimizer, learning_rate
 from fledge.train.ranks import ALONE, Ranks
 from fledge.train.row_pass import Implementation, Objective
-from fledge.types import Features, Packed, RowSums
+from fledge.types import Features, Packed
 
 if TYPE_CHECKING:
     from fledge.train.checkpoint import RunDirectory
