@@ -103,56 +103,6 @@ class Features:
     last_TD: Tensor
 
 
-@dataclass
-class RowSums:
-    """The loss and metrics of one row as sums, so that rows and ranks can be added before any division.
-
-    `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar. The [K] tensors hold one value per TTT step: the numbers of live
-    slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots hit at this and all earlier steps, and
-    the sum of the acceptance rates α (float32). simulated is (tokens committed, rounds) of a decoding simulated on the
-    row, as if its text were the target's output.
-    """
-
-    loss: Tensor
-    live_K: Tensor
-    scored_K: Tensor
-    hit_K: Tensor
-    survive_K: Tensor
-    accept_K: Tensor
-    simulated: tuple[int, int]
-
-    def __add__(self, other: RowSums) -> RowSums:
-        return RowSums(
-            self.loss.detach() + other.loss.detach(),
-            self.live_K + other.live_K,
-            self.scored_K + other.scored_K,
-            self.hit_K + other.hit_K,
-            self.survive_K + other.survive_K,
-            self.accept_K + other.accept_K,
-            simulated=(self.simulated[0] + other.simulated[0], self.simulated[1] + other.simulated[1]),
-        )
-
-    @classmethod
-    def zero(cls, steps: int) -> RowSums:
-        """The sums of no row, for `steps` TTT steps."""
-        live, scored, hit, survive = (torch.zeros(steps, dtype=torch.int64) for _ in range(4))
-        return cls(torch.zeros(()), live, scored, hit, survive, torch.zeros(steps), (0, 0))
-
-    def packed(self) -> Tensor:
-        """All sums as one float64 vector in host memory, in which numbers up to 2^53 are exact."""
-        counts = (self.live_K, self.scored_K, self.hit_K, self.survive_K, self.accept_K)
-        parts = [self.loss.detach().cpu().double()[None], *(c.double() for c in counts)]
-        return torch.cat([*parts, torch.tensor(self.simulated, dtype=torch.float64)])
-
-    @classmethod
-    def unpacked(cls, vector: Tensor) -> RowSums:
-        """The sums in a vector made by `packed`."""
-        *counts, accept = vector[1:-2].view(5, -1)
-        live, scored, hit, survive = (c.long() for c in counts)
-        committed, rounds = (int(n) for n in vector[-2:])
-        return cls(vector[0], live, scored, hit, survive, accept, (committed, rounds))
-
-
 @dataclass(frozen=True)
 class Prompt:
     """What a target reads before it answers. `ids`: the token ids.
@@ -280,16 +230,6 @@ class Tree:
         values = {name: getattr(self, name) for name in ("token_BN", "parent_BN", "count_B", "q_BKW")}
         return replace(self, **{name: x.to(device) for name, x in values.items() if x is not None})
 
-    def to_lists(self) -> list[tuple[list[int], list[int]]]:
-        """The tokens and parents of each request as Python lists, without padding. Synchronizes the device once."""
-        B, N = self.token_BN.shape
-        count_B = self.token_BN.new_full((B,), N) if self.count_B is None else self.count_B
-        parent_BN = self.parent_BN
-        if parent_BN is None:
-            parent_BN = torch.arange(-1, N - 1, device=self.token_BN.device).expand(B, N)
-        rows = torch.cat([self.token_BN, parent_BN, count_B[:, None]], dim=1).tolist()
-        return [(row[: row[-1]], row[N : N + row[-1]]) for row in rows]
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -371,15 +311,13 @@ class Round:
     """One round of drafting and verification.
 
     `drafted` is the length of the longest drafted path. `accepted` is the number of accepted draft tokens, without the
-    target's own token. `t_draft`, which is 0 where nothing is drafted, and `t_verify` are seconds. `copied_bytes` are
-    the bytes copied between the devices of draft and target, for all requests decoded together.
+    target's own token. `t_draft`, which is 0 where nothing is drafted, and `t_verify` are seconds.
     """
 
     drafted: int
     accepted: int
     t_draft: float = 0.0
     t_verify: float = 0.0
-    copied_bytes: int = 0
 
 
 @dataclass

@@ -15,7 +15,7 @@ from fledge.decode.load import load
 from fledge.decode.propose import Proposer
 from fledge.decode.rounds import RoundState
 from fledge.drafts.draft import Draft
-from fledge.measure.metrics import alpha, alpha_text, bytes_per_round, chain_gains, repeated_ngrams, tau
+from fledge.measure.metrics import alpha, alpha_text, chain_gains, repeated_ngrams, tau
 from fledge.measure.prompts import prompt_of, read_prompts, spread
 from fledge.measure.run import _gaps, _round_times, evaluate, near_ties
 from fledge.targets.loading import load_target
@@ -38,13 +38,12 @@ from support.targets import (
 
 
 def test_tau_and_alpha_are_sums_divided_once():
-    traces = [Trace([Round(3, 0), Round(3, 3, copied_bytes=60)]), Trace([Round(3, 1)]), Trace()]
+    traces = [Trace([Round(3, 0), Round(3, 3)]), Trace([Round(3, 1)]), Trace()]
     assert tau(traces) == (1 + 4 + 2) / 3
     assert alpha(traces) == [2 / 3, 1 / 2, 1.0]
-    assert bytes_per_round(traces) == 20
     assert alpha([Trace([Round(3, 1), Round(3, 0)])]) == [1 / 2, 0.0, None], "no round reached the third"
     assert alpha_text([1 / 2, 0.0, None]) == "0.50 0.00 -"
-    assert tau([]) == bytes_per_round([]) == 0.0 and alpha([]) == []
+    assert tau([]) == 0.0 and alpha([]) == []
 
 
 TEXTS = ["wings", "it can fly", "tries again until it can fly"]

@@ -44,7 +44,7 @@ from support.targets import (
     tiny_target,
     tiny_tokenizer,
 )
-from support.trees import SHAPES, paths_of, propose_one, proposer_of, slots_of
+from support.trees import SHAPES, paths_of, propose_one, proposer_of, slots_of, tree_lists
 
 DOCUMENTS = [
     document(1, seed=2),
@@ -305,8 +305,8 @@ def test_a_chain_is_the_tree_one_wide() -> None:
     chain = propose_one(proposer_of(draft, depth=4), token_R, aux)
     one = propose_one(proposer_of(draft, mode="tree", depth=4, nodes=5, width=1), token_R, aux)
     fixed = propose_one(proposer_of(draft, mode="tree", shape=SHAPES["chain"]), token_R, aux)
-    assert chain.to_lists() == one.to_lists()
-    assert [x[:4] for x in chain.to_lists()[0]] == [x for x in fixed.to_lists()[0]]
+    assert tree_lists(chain) == tree_lists(one)
+    assert [x[:4] for x in tree_lists(chain)[0]] == [x for x in tree_lists(fixed)[0]]
 
 
 def test_modes_of_drafting() -> None:

@@ -320,7 +320,6 @@ RECORD = {
     "baseline_tokens_per_s": 5000.0, "speedup": 2.47,
     "identical": 100, "near_ties": 0, "different": 0, "batch_noise": None, "prompts": 100, "repeated_8grams": 0.12,
     "round": None, "batch": 4,
-    "bytes_per_round": 0.0,
 }  # fmt: skip
 
 
@@ -335,12 +334,6 @@ def tabled(record: dict, width: int, monkeypatch) -> list[str]:
 
 def test_a_position_that_no_round_reached_is_a_dash(monkeypatch):
     assert "α by position: 0.75 -." in tabled(RECORD | {"alpha": [0.75, None]}, 120, monkeypatch)
-
-
-def test_bytes_between_devices_are_shown_if_there_are_some(monkeypatch):
-    shown = "197.3 KB a round between the devices of draft and target."
-    assert shown in tabled(RECORD | {"bytes_per_round": 197_256.0}, 120, monkeypatch)
-    assert not any("KB a round" in line for line in tabled(RECORD, 120, monkeypatch))
 
 
 @pytest.mark.parametrize("width", [30, 40, 50, 60, 80, 120])

@@ -33,7 +33,7 @@ from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, 
 from support.devices import on_device
 from support.mutations import replace_function
 from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, exact_target, read_alone, tiny_draft, tiny_target
-from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of, slots_of
+from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of, slots_of, tree_lists
 
 SLIDING = dict(sliding_window=8)
 
@@ -105,7 +105,7 @@ def test_the_dynamic_tree_is_eagle_2s(variant: dict, depth: int, nodes: int, wid
         expected = [tuple(draft.target_ids()[torch.tensor(path)].tolist()) for path in expected]
         assert paths_of(tree) == expected
         assert tree.token_BN[0, 0] == token_R[b - 1]
-        assert all(p < n for n, p in enumerate(tree.to_lists()[0][1]))
+        assert all(p < n for n, p in enumerate(tree_lists(tree)[0][1]))
 
 
 @pytest.mark.parametrize("nodes", [2, 5, 9])
@@ -115,7 +115,7 @@ def test_a_tree_one_wide_is_the_chain(nodes: int) -> None:
         slots = slots_of(target, [*prompt, 5, 6])
         tree = propose_one(proposer_of(draft, mode="tree", depth=8, nodes=nodes, width=1), *slots)
         chain = propose_one(proposer_of(draft, depth=nodes - 1), *slots)
-        assert tree.to_lists() == chain.to_lists()
+        assert tree_lists(tree) == tree_lists(chain)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -112,8 +112,6 @@ def test_two_gpus_give_the_tokens_of_one(
     ]
     if way != "confident":  # which asks the GPU when to end
         assert max(ahead) == 2 and {len(b.graphs) > 0 for b in two._idle_batches[True]} == {True}
-    assert all(r.copied_bytes > 0 for c in found for r in c.trace.rounds)
-    assert not any(r.copied_bytes for c in expected for r in c.trace.rounds)
 
 
 @pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")

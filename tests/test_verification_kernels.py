@@ -10,6 +10,7 @@ from fledge.ops.attention_tree import VisibleChain
 from fledge.ops.trees import MOST_NODES, accept_own, place_trees
 from fledge.types import Tree, Verdict
 from support.devices import by_both, needs_triton
+from support.trees import tree_lists
 
 needs_triton()
 
@@ -91,7 +92,7 @@ def own_tokens(tree: Tree, follow: float, seed: int) -> Tensor:
     """The target's tokens: after a node, with probability `follow` that of a child, if it has any."""
     generator, (B, N) = torch.Generator().manual_seed(seed), tree.token_BN.shape
     own = torch.full((B, N), 99)
-    for b, (token, parent) in enumerate(tree.to_lists()):
+    for b, (token, parent) in enumerate(tree_lists(tree)):
         for n in torch.randperm(N, generator=generator).tolist():
             if n and float(torch.rand((), generator=generator)) < follow:
                 own[b, parent[n]] = token[n]

@@ -25,6 +25,7 @@ from fledge.decode.verify import (
 )
 from fledge.types import Sampling, Tree, Verdict
 from support.decoding import Remembers
+from support.trees import tree_lists
 from support.verification import match_by_definition, rejection_by_definition
 
 V, W = 25, 18
@@ -61,12 +62,12 @@ class Case:
         return seen_tokens(self.prefixes, V, torch.device("cpu"))
 
     def by_match(self, b: int, sampling: Sampling | None = None) -> tuple[list[int], list[int]]:
-        tokens, parents = self.tree.to_lists()[b]
+        tokens, parents = tree_lists(self.tree)[b]
         given = sampling or self.samplings[b], self.numbers[b], self.prefixes[b]
         return match_by_definition(*given, tokens, parents, self.logits_BNV[b])
 
     def by_rejection(self, b: int, sampling: Sampling | None = None) -> tuple[list[int], list[int]]:
-        tokens, parents = self.chain.to_lists()[b]
+        tokens, parents = tree_lists(self.chain)[b]
         given = sampling or self.samplings[b], self.numbers[b], self.prefixes[b], tokens
         if self.samplings[b].greedy:  # both the draft and the target are certain
             return match_by_definition(*given, parents, self.logits_BNV[b])

@@ -43,13 +43,12 @@ STALL, FIRST_PART, LEAST_PART = 0.05, 512, 64
 @dataclass
 class Launched:
     """A round that was launched for `requests`: the `size` drafted, the host tensor `results` (`Rounds.verify_trees`),
-    the times, and the number of bytes copied between the devices."""
+    and the times."""
 
     requests: Sequence[Request]
     size: DraftSize
     results: Tensor
     timer: Timer
-    copied_bytes: int
 
 
 class Batch:
@@ -288,7 +287,7 @@ class Batch:
         timer = self._timer()
         self.follow(timer.stream)
         if self._replays():
-            host, copied_bytes = self._replay(timer), self.loaded.copied_bytes
+            host = self._replay(timer)
         else:
             self._unload()
             processing = [r.processing for r in self.running]
@@ -297,9 +296,8 @@ class Batch:
             if self.proposer.levels:
                 timer.mark()
             host = copy_to_host(self.rounds.verify_trees(tree, processing))
-            copied_bytes = self.rounds.copied_bytes
         timer.mark()
-        self.launched.append(Launched(self.running, self.proposer.size, host, timer, copied_bytes))
+        self.launched.append(Launched(self.running, self.proposer.size, host, timer))
 
     def follow(self, stream: torch.cuda.Stream | None) -> None:
         """Lets the current stream (None on a CPU) wait for the last round if that round was launched in another stream:
@@ -372,7 +370,7 @@ class Batch:
             count, drafted = row[-2:]
             request.commit(row[:count])
             if self.kind[0]:
-                request.done.trace.rounds.append(Round(drafted, count - 1, *seconds, launched.copied_bytes))
+                request.done.trace.rounds.append(Round(drafted, count - 1, *seconds))
             updated.append(request)
         return updated
 

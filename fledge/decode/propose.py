@@ -71,16 +71,17 @@ class Proposer:
 
     def __init__(self, draft: Draft, shapes: Mapping[DraftSize, Shape]):
         self.draft, self.shapes, config = draft, shapes, draft.config
+        self.device, self.dtype = draft.device, draft.dtype
         self.most_levels = max(shape.levels for shape in shapes.values())
         self.most_nodes = max(shape.nodes for shape in shapes.values())
         self.rows = self.most_levels + 1
         self.pool = SlotPool(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, draft.device, draft.dtype
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.device, self.dtype
         )
         self.cache = KVCache(self.pool)
         self.target_id_W = draft.target_ids()
         self.sampling: BatchSampling | None = None
-        self.count_N = torch.arange(0, device=draft.device)  # see `_counts`
+        self.count_N = torch.arange(0, device=self.device)  # see `_counts`
         self.use(next(iter(shapes)))
 
     def use(self, size: DraftSize) -> None:
@@ -92,7 +93,7 @@ class Proposer:
     def propose(self, state: RoundState) -> Tree:
         """Adds each request's new slots to the draft's cache, and drafts a tree from the last slot. The keys and values
         of new slots stay in the cache; the keys and values of drafted nodes are forgotten."""
-        root_B, logits_BKW = self.begin(state.to(self.draft.device))
+        root_B, logits_BKW = self.begin(state.to(self.device))
         tree, slot_BN = self.shape.grow(self, root_B, logits_BKW)
         self.end(slot_BN)
         return tree
@@ -114,7 +115,7 @@ class Proposer:
 
     def set_sampling(self, sampling: BatchSampling) -> None:
         """Sets how the drafted tokens of each request are drawn."""
-        self.sampling = sampling.to(self.draft.device)
+        self.sampling = sampling.to(self.device)
 
     def new_cache(self, sizes: Sequence[int]) -> KVCache:
         """An empty cache of sequences of `sizes` slots each, for `read` and then `append`."""
@@ -124,13 +125,13 @@ class Proposer:
     def read(self, cache: KVCache, tokens: Sequence[Sequence[int]], aux: Sequence[Tensor]) -> None:
         """Adds the next R slots of each prompt to a cache of `pool`. For each sequence, `tokens` has the R tokens after
         the slots, and `aux` the target's hidden states [R, A, D] at the slots. R differs by sequence and may be 0."""
-        counts, draft = [len(t) for t in tokens], self.draft
+        counts = [len(t) for t in tokens]
         if not sum(counts):
             return
         rows = PromptRows(cache, counts)
         token_M, count_B = torch.tensor([*itertools.chain(*tokens)]), torch.tensor(counts)
-        token_M, count_B = to_device([token_M, count_B], draft.device)
-        self._read(token_M, torch.cat([a.to(draft.device, draft.dtype) for a in aux]), rows)
+        token_M, count_B = to_device([token_M, count_B], self.device)
+        self._read(token_M, torch.cat([a.to(self.device, self.dtype) for a in aux]), rows)
         rows.commit(count_B)
 
     def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
@@ -228,12 +229,12 @@ class EagleProposer(Proposer):
 
     def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
         state = self.decoder.fuse(states_MAD)
-        with without_cudnn_sdpa(self.draft.device):
+        with without_cudnn_sdpa(self.device):
             self.decoder.read(token_M, state, self.decoder.rotation(rows.position_M), rows)
 
     def _inputs(self, state: RoundState) -> Tensor:
         """The draft's input states of the fresh tokens of all requests, [B R, E]."""
-        return self.decoder.fuse(state.aux_BRAD.to(self.draft.dtype).flatten(0, 1))
+        return self.decoder.fuse(state.aux_BRAD.to(self.dtype).flatten(0, 1))
 
     def _run(
         self, rows: FreshRows, state_ME: Tensor, rotation: Rotation, asked_BS: Tensor
@@ -261,7 +262,7 @@ class StepProposer(EagleProposer):
         super().__init__(draft, shapes)
         self.stable, self.expanded = stable, max(shape.expanded for shape in shapes.values())
         # of the last trees, see `end`
-        self.slot_BN = torch.empty(0, self.most_nodes, dtype=torch.int64, device=draft.device)
+        self.slot_BN = torch.empty(0, self.most_nodes, dtype=torch.int64, device=self.device)
 
     def append(self, cache: KVCache) -> None:
         super().append(cache)
@@ -376,7 +377,7 @@ class MaskedProposer(OnePass, EagleProposer):
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         K, draft = self.levels, self.draft
         rows = self._fresh(state, masked=K - 1, mask_token=draft.config.mask_token_id)
-        aux_MAD = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
+        aux_MAD = state.aux_BRAD.to(self.dtype).flatten(0, 1)
         if K > 1:  # one product for the states of the fresh tokens and the mask's states after them
             aux_MAD = torch.cat([aux_MAD, draft.mask_states])
         rotation = self.decoder.rotation(rows.position_M)
@@ -420,7 +421,7 @@ class BlockProposer(OnePass):
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
         K, draft, cache = self.levels, self.draft, self.cache
         fresh = self._fresh(state)
-        states = state.aux_BRAD.to(draft.dtype).flatten(0, 1)
+        states = state.aux_BRAD.to(self.dtype).flatten(0, 1)
         self._write_context(states, fresh.position_M, fresh.slot_Bn.flatten())
         cache.keep(None, state.count_B)
         (B,), whole = fresh.root_B.shape, self._block_depth(K)
@@ -442,6 +443,7 @@ class NoDrafter:
     has the same sampler, cache and loop as decoding with a draft."""
 
     draft: Draft | None = None
+    device: torch.device | None = None
     levels = scratch = most_levels = 0
     most_nodes = rows = 1
     size, shapes = NOTHING, (NOTHING,)

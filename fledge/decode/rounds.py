@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fledge.decode.sampling import BatchSampling, see
 from fledge.decode.verify import Processing, verify
-from fledge.drafts.draft import Draft
 from fledge.ops.device import current_device, has_kernels
-from fledge.ops.pinned_ring import PinnedRing
 from fledge.targets.interface import Cache, DecodingTarget
 from fledge.types import Tree, Verdict
 
@@ -92,7 +91,7 @@ class RoundState:
         """The same state with R = n rows: cut, or padded with zeros."""
         if n == self.token_BR.shape[1]:
             return self
-        return self._map(lambda x: _resized(x, n) if x.dim() > 1 else x)
+        return self._map(lambda x: F.pad(x, (0, 0) * (x.dim() - 2) + (0, n - x.shape[1])) if x.dim() > 1 else x)
 
     def select(self, index_B: Tensor) -> RoundState:
         """The requests with these indices (int64)."""
@@ -100,6 +99,8 @@ class RoundState:
 
     def to(self, device: torch.device) -> RoundState:
         """The state on another device. Only a copy to the CPU is waited for."""
+        if device == self.token_BR.device:
+            return self
         return self._map(lambda x: x.to(device, non_blocking=device.type != "cpu"))
 
     @staticmethod
@@ -111,12 +112,6 @@ class RoundState:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> RoundState:
         return RoundState(*(change(x) for x in vars(self).values()))
-
-
-def _resized(x_BR: Tensor, n: int) -> Tensor:
-    if n <= x_BR.shape[1]:
-        return x_BR[:, :n]
-    return torch.cat([x_BR, x_BR.new_zeros(x_BR.shape[0], n - x_BR.shape[1], *x_BR.shape[2:])], dim=1)
 
 
 class Timer:
@@ -179,9 +174,9 @@ def copy_to_host(results: Tensor) -> Tensor:
     return host.copy_(results, non_blocking=True)
 
 
-def apart(draft: Draft | None, device: torch.device) -> bool:
-    """Whether a draft is given and is on another device than `device`."""
-    return draft is not None and draft.device != device
+def apart(drafter: Proposer | NoDrafter, device: torch.device) -> bool:
+    """Whether a draft is on another device than `device`."""
+    return drafter.device not in (None, device)
 
 
 def tensors_of(values: Values) -> list[Tensor]:
@@ -219,18 +214,13 @@ def copy_all(copies: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_(into, of)
 
 
-def bytes_of(*values: RoundState | Tree) -> int:
-    """The bytes of all tensors of dataclasses."""
-    return sum(x.numel() * x.element_size() for each in values for x in tensors_of(each))
-
-
 @dataclass
 class Rounds:
     """The data that rounds of B requests read and change: `drafter` on the draft's device, the rest on the target's.
 
     `layers` are the target layers that the draft reads; None without a draft. `state` are the tokens committed last,
     and `sampling` the requests' options. `seen_BV` (bool) are the tokens of each prefix; None unless a request has a
-    repetition penalty. `copied_bytes` counts the bytes that the last round copied between the devices.
+    repetition penalty.
     """
 
     target: DecodingTarget
@@ -240,7 +230,6 @@ class Rounds:
     state: RoundState
     sampling: BatchSampling
     seen_BV: Tensor | None = None
-    copied_bytes: int = 0
 
     def tensors(self) -> list[Tensor]:
         """All tensors with one entry for each request that a verification reads and changes, or reads."""
@@ -256,11 +245,10 @@ class Rounds:
     def draft_trees(self, rows: int | None = None) -> Tree:
         """The trees that are verified next. `rows` is the most tokens of a request that the draft has not read; None
         allows for all rows of the state."""
-        draft, device = self.drafter.draft, self.state.token_BR.device
+        drafter, device = self.drafter, self.state.token_BR.device
         state = self.state if rows is None else self.state.rows(rows)
-        with current_device(device if draft is None else draft.device):
-            tree = self.drafter.propose(state)
-        self.copied_bytes = bytes_of(state, tree) if self.drafter.levels and apart(draft, device) else 0
+        with current_device(drafter.device or device):
+            tree = drafter.propose(state)
         return tree.to(device)
 
     @torch.inference_mode()
@@ -371,7 +359,7 @@ class CapturedRounds:
 
     `draft` and `verify` replay the graphs. The graphs read and change separate tensors (`Places`): `load` copies the
     tensors of other rounds to the places, and `store` copies back. Where the devices differ, `draft` also copies the
-    state to the draft's device first, and the trees to the target's device afterwards, `copied_bytes` in all.
+    state to the draft's device first, and the trees to the target's device afterwards.
     """
 
     def __init__(self, rounds: Rounds, size: int, spare: tuple[Cache, Any], memory: Any, buffers: Any):
@@ -380,11 +368,11 @@ class CapturedRounds:
         (`Batch._buffers`), which the graphs read by address."""
         self.buffers = buffers
         target, drafter, device = rounds.target, rounds.drafter.idle(spare[1], size), rounds.state.token_BR.device
-        draft_device = device if drafter.draft is None else drafter.draft.device
+        draft_device = drafter.device or device
         cache = spare[0].repeated(size)
         seen_BV = None if rounds.seen_BV is None else rounds.seen_BV.new_zeros(size, rounds.seen_BV.shape[1])
         state, sampling = rounds.state.idle(size), rounds.sampling.idle(size)
-        self.apart = drafter.levels > 0 and apart(drafter.draft, device)
+        self.apart = drafter.levels > 0 and apart(drafter, device)
         self.rounds = Rounds(target, drafter, rounds.layers, cache, state, sampling, seen_BV)
         self.state, draft_sampling = state, sampling  # as drafting reads them
         if self.apart:
@@ -393,7 +381,6 @@ class CapturedRounds:
         self.verifying = Places(size, device, self.rounds.tensors(), [state.length_B, cache.length_B])
         copied = tensors_of(draft_sampling) if self.apart else []
         self.drafting = Places(size, draft_device, [*drafter.tensors(), *copied], drafter.lengths())
-        self.results = PinnedRing((size, drafter.levels + 3), device)  # the tokens and two counts of each request
         for _ in range(2):
             tree = self._to_target(warm_up(self._draft, draft_device))
             warm_up(lambda tree=tree: self._verify(tree), device)
@@ -401,11 +388,10 @@ class CapturedRounds:
         if drafter.levels:
             self.replay_draft, self.drafted = capture(self._draft, memory, draft_device)
             self.tree = self._to_target(self.drafted)
-            self.replay_verify, _ = capture(lambda: self._verify(self.tree), memory, device)
+            self.replay_verify, self.results = capture(lambda: self._verify(self.tree), memory, device)
         else:  # without a draft, a tree is the root alone
             self.replay_draft = lambda: None
-            self.replay_verify, _ = capture(lambda: self._verify(self._draft()), memory, device)
-        self.copied_bytes = bytes_of(self.state, self.tree) if self.apart else 0
+            self.replay_verify, self.results = capture(lambda: self._verify(self._draft()), memory, device)
 
     @torch.inference_mode()
     def _to_target(self, tree: Tree) -> Tree:
@@ -428,12 +414,13 @@ class CapturedRounds:
         return tree
 
     @torch.inference_mode()
-    def _verify(self, tree: Tree) -> None:
-        """Verifies trees, writes the results to the ring, and copies the new state to where the graphs read it."""
+    def _verify(self, tree: Tree) -> Tensor:
+        """Verifies trees, and copies the new state to where the graphs read it."""
         rounds = self.rounds
-        self.results.write(rounds.verify_trees(tree))
+        results = rounds.verify_trees(tree)
         self.verifying.keep(rounds.tensors())
         rounds.state = RoundState(*self.verifying.tensors[: len(vars(rounds.state))])
+        return results
 
     def draft(self) -> None:
         """Launches the drafting of the trees that `verify` verifies."""
@@ -447,9 +434,9 @@ class CapturedRounds:
 
     def verify(self) -> Tensor:
         """Launches the verification. Returns the host tensor that will receive the results (`Rounds.verify_trees`), a
-        row for each place; see `PinnedRing.next`."""
+        row for each place."""
         self.replay_verify()
-        return self.results.next()
+        return copy_to_host(self.results)
 
     @torch.inference_mode()
     def load(self, rounds: Rounds) -> None:
@@ -457,7 +444,6 @@ class CapturedRounds:
         requests = rounds.state.count_B.numel()
         self.verifying.load(rounds.tensors(), requests)
         self.drafting.load(self._read_by_draft(rounds), requests)
-        self.results.restart()
 
     @torch.inference_mode()
     def store(self, rounds: Rounds) -> None:

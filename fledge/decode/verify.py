@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
+from fledge.ops.device import indices
 from fledge.ops.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
 from fledge.ops.topk import argmax_rows
 from fledge.ops.trees import accept_own
@@ -192,7 +193,7 @@ def verify_with_processors(
 
 def _positions(length_B: Tensor, n: int) -> Tensor:
     """The positions of the first n tokens after the root, int64 [B, n]."""
-    return length_B[:, None] + 1 + torch.arange(n, device=length_B.device)
+    return length_B[:, None] + 1 + indices(n, length_B.device)
 
 
 def _at(x_BMV: Tensor, row_B1: Tensor) -> Tensor:

@@ -72,12 +72,6 @@ def pause_line(share: float, reason: str) -> str:
     return f"Speculation paused in {share:.0%} of the rounds{': ' * bool(reason)}{reason}."
 
 
-def bytes_per_round(traces: Sequence[Trace]) -> float:
-    """The mean bytes that a round copied between the devices of draft and target; 0 if there are no rounds."""
-    rounds = [r for t in traces for r in t.rounds]
-    return sum(r.copied_bytes for r in rounds) / len(rounds) if rounds else 0.0
-
-
 def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
     """(n-grams that occurred earlier in the sequence, all n-grams), a measure of how much a generation loops."""
     seen: set[tuple[int, ...]] = set()

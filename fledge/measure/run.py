@@ -122,7 +122,6 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "mean_new_tokens": sum(len(c.tokens) for c in with_draft) / len(with_draft),
         # in a batch, the time of a request includes the prefill of other requests
         "round": _round_times(with_draft, without) if batch == 1 else None,
-        "bytes_per_round": metrics.bytes_per_round([c.trace for c in with_draft]),
         "sampling": asdict(without_processors(sampling)),
         "batch": batch,
         **engine.drafting.record(),

@@ -78,8 +78,6 @@ def figure_lines(r: dict[str, Any]) -> list[str]:
         lines += round_lines(r)
     if "auto" in (r.get("depth"), r.get("nodes")):
         lines.append(pause_line(r["paused"], r["pause_reason"]))
-    if r["bytes_per_round"]:
-        lines.append(f"{r['bytes_per_round'] / 1e3:.1f} KB a round between the devices of draft and target.")
     return lines
 
 

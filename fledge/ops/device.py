@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+COUNT = torch.arange(1024, device="cpu")  # see `indices`
 _chosen: str | None = None  # the implementation of `computed_by`
 
 
@@ -63,6 +64,11 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
 def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory that a block of a kernel may have; 0 in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
+def indices(n: int, device: torch.device) -> Tensor:
+    """0 to n - 1, int64 [n], for reading only. On a CPU, a view of numbers that are there already."""
+    return COUNT[:n] if device.type == "cpu" and n <= len(COUNT) else torch.arange(n, device=device)
 
 
 def block_width(d: int) -> int:

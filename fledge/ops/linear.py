@@ -33,12 +33,8 @@ _MADE: WeakKeyDictionary[Any, tuple[Fingerprint, Any]] = WeakKeyDictionary()  # 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, from [..., I] to [..., O], contiguous. Equals `F.linear` up to rounding; faster for 1 to 8 float32 rows
     on some CPUs, and for weights with copies (`pack`)."""
-    rows = x.numel() // x.shape[-1]
-    if (copy := packed_copy(weight_OI, rows)) is not None:
-        return copy.product(x, bias_O)
-    if not _few_on_cpu(x, rows):
-        return F.linear(x, weight_OI, bias_O)
-    return _product_on_cpu(x.reshape(rows, -1), weight_OI, bias_O).contiguous().view(*x.shape[:-1], -1)
+    out_MO = strided_linear(x.reshape(-1, x.shape[-1]), weight_OI, bias_O)
+    return out_MO.contiguous().view(*x.shape[:-1], weight_OI.shape[0])
 
 
 def strided_linear(

@@ -22,7 +22,7 @@ def argmax_rows(x: Tensor, ids_V: Tensor | None = None) -> Tensor:
         index = torch.from_numpy(np.asarray(x.detach().numpy().argmax(-1)))
     else:
         index = x.argmax(-1)
-    return index if ids_V is None else ids_V[index]
+    return index if ids_V is None else ids_V.take(index)
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

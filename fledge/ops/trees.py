@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fledge.ops.attention_tree import Visible, VisibleBits, VisibleChain
-from fledge.ops.device import use_triton
+from fledge.ops.device import indices, use_triton
 from fledge.types import Tree, Verdict
 
 MOST_WIDTH = 32  # limit of the kernel of `add_level`, which compares the children of a level in pairs
@@ -182,7 +182,7 @@ def fresh_rows(
     `levels` and `expanded` are the numbers of levels and nodes to be drafted after the rows.
     """
     (B, R), count_B1, length_B1 = token_BR.shape, count_B[:, None], length_B[:, None]
-    most = torch.arange(max(R + masked, levels, expanded), device=token_BR.device)
+    most = indices(max(R + masked, levels, expanded), token_BR.device)
     row_n, token_Bn, state_Bn = most[: R + masked], token_BR, None
     if masked:
         unknown_Bn = row_n >= count_B1
@@ -209,8 +209,9 @@ def place_trees(tree: Tree, start_B: Tensor, length_B: Tensor) -> tuple[Tensor, 
 
         position_BN, slot_BN, seen_BN = place_trees_triton(tree, start_B, length_B)
         return position_BN, slot_BN, VisibleChain(seen_BN, N) if chain else VisibleBits(seen_BN, N)
-    depth_BN = tree.depths()
-    slot_BN = (start_B + length_B)[:, None] + torch.arange(N, device=length_B.device)
+    node_N = indices(N, length_B.device)
+    slot_BN = (start_B + length_B)[:, None] + node_N
+    depth_BN = node_N.expand_as(slot_BN) if chain else tree.depths()
     visible = VisibleChain(depth_BN, N) if chain else Visible(tree.ancestors())
     return length_B[:, None] + depth_BN, slot_BN, visible
 
@@ -227,12 +228,17 @@ def accept_own(tree: Tree, own_BN: Tensor) -> Verdict:
         return accept_own_triton(tree, own_BN)
     if not tree.levels:  # nothing was drafted
         return Verdict(torch.zeros_like(own_BN), torch.ones_like(own_BN[:, 0]), own_BN)
-    matched_BN = matches(tree, own_BN)
-    node_N = torch.arange(own_BN.shape[1], device=own_BN.device)
+    node_N = indices(own_BN.shape[1], own_BN.device)
+    if tree.parent_BN is None:
+        matched_BK = tree.token_BN[:, 1:] == own_BN[:, :-1]
+        if tree.count_B is not None:
+            matched_BK = matched_BK & (node_N[1:] < tree.count_B[:, None])
+        count_B = 1 + matched_BK.cumprod(1).sum(1)
+        last_B1 = count_B[:, None] - 1
+        return Verdict(node_N.minimum(last_B1), count_B, own_BN.where(node_N <= last_B1, 0))
+    matched_BN = matches(tree.token_BN, tree.parent_BN, own_BN)
     if tree.count_B is not None:
         matched_BN = matched_BN & (node_N < tree.count_B[:, None])
-    if tree.parent_BN is None:
-        return Verdict.of(node_N.expand_as(own_BN), matched_BN.cumprod(1).sum(1), own_BN)
     path_BNN, depth_BN = tree.ancestors(), tree.depths()
     accepted_BN = (matched_BN[:, None] | ~path_BNN).all(-1)
     # siblings have different tokens: at most one node of a level is accepted
@@ -242,11 +248,6 @@ def accept_own(tree: Tree, own_BN: Tensor) -> Verdict:
     return Verdict.of(path_BR, hit_BRN.any(-1).sum(-1), own_BN.gather(1, path_BR))
 
 
-def matches(tree: Tree, own_BN: Tensor) -> Tensor:
+def matches(token_BN: Tensor, parent_BN: Tensor, own_BN: Tensor) -> Tensor:
     """Whether each node's token is the target's own after its parent, bool [B, N]; True for the root."""
-    parent_BN = tree.parent_BN
-    if parent_BN is None:
-        matched_BN = torch.ones_like(own_BN, dtype=torch.bool)
-        matched_BN[:, 1:] = tree.token_BN[:, 1:] == own_BN[:, :-1]
-        return matched_BN
-    return (tree.token_BN == own_BN.gather(1, parent_BN.clamp_min(0))) | (parent_BN < 0)
+    return (token_BN == own_BN.gather(1, parent_BN.clamp_min(0))) | (parent_BN < 0)

@@ -27,6 +27,14 @@ SHAPES = {
 }
 
 
+def tree_lists(tree: Tree) -> list[tuple[list[int], list[int]]]:
+    """The tokens and parents of each request, without padding."""
+    B, N = tree.token_BN.shape
+    counts = [N] * B if tree.count_B is None else tree.count_B.tolist()
+    parents = [[*range(-1, N - 1)]] * B if tree.parent_BN is None else tree.parent_BN.tolist()
+    return [(t[:n], p[:n]) for t, p, n in zip(tree.token_BN.tolist(), parents, counts, strict=True)]
+
+
 @functools.cache
 def _fitted_draft(vocabulary: int) -> tuple[Draft, list[list[int]]]:
     target = exact_target()
@@ -71,6 +79,6 @@ def propose_one(proposer: Proposer, token_R: Tensor, aux_RAD: Tensor, slots: int
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:
     """The path of every node but the root: the tokens from the root's child to the node."""
     paths: list[tuple[int, ...]] = [()]
-    for token, parent in list(zip(*tree.to_lists()[0], strict=True))[1:]:
+    for token, parent in list(zip(*tree_lists(tree)[0], strict=True))[1:]:
         paths.append((*paths[parent], token))
     return paths[1:]
