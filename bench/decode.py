@@ -25,8 +25,11 @@ vLLM that failed has an `error` in place of times. `bench/prompt_sets.py` compar
 
 With `--sampling`, fledge's rows are measured for each named way to choose tokens, which is in `sampling`.
 
-With `--draft-device`, the draft is on another GPU: rows have `devices` 2, `draft_ms` includes the copies between the
-two, and `bytes_per_round` is what they copy.
+With `--joining`, a request with a prompt of that many tokens joins the running ones: `wait_ms` is the longest time
+between two rounds until its first token, which comes after `first_token_ms`, and `alone_ms` that of rounds without it.
+
+With `--draft-device`, the draft is on another GPU: rows have `devices` 2, and `draft_ms` includes the copies between
+them.
 """
 
 import argparse
@@ -36,7 +39,7 @@ import importlib.util
 import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +56,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from fledge.config import DraftConfig
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
+from fledge.decode.request import Request
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import save_draft
 from fledge.io.machine import environment
-from fledge.measure.metrics import bytes_per_round
 from fledge.measure.record import check_record_path, write_record
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.loading import target_of
@@ -95,6 +98,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=SAMPLING)
     parser.add_argument("--engine", nargs="+", default=["fledge", "transformers"], choices=ENGINES)
+    parser.add_argument("--joining", type=int, default=0, help="tokens of a prompt that joins the running requests")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a few rounds of each row")
     options = parser.parse_args()
     if "vllm" in options.engine and importlib.util.find_spec("vllm") is None:
@@ -127,7 +131,10 @@ def main() -> None:
                 for (context, batch), name in itertools.product(sizes, options.sampling):
                     row = {"what": case, "engine": "fledge", "batch": batch, "context": context, "devices": devices}
                     row |= {"sampling": name}
-                    add(row | measure(engine, SAMPLING[name], batch, context, options.new, gbps, options.profile))
+                    row |= measure(engine, SAMPLING[name], batch, context, options.new, gbps, options.profile)
+                    if options.joining:
+                        row |= measure_joining(engine, SAMPLING[name], batch, context, options.joining)
+                    add(row)
                 del engine
             if "transformers" in options.engine and draft is None:
                 for context, batch in sizes:
@@ -241,9 +248,41 @@ def measure(
         rounds=count, ms=ms, wall_ms=1e3 * wall / count, floor_ms=floor, gemm_ms=gemm, draft_ms=draft_ms,
         verify_ms=verify_ms, overhead_ms=None if gemm is None else ms - gemm,
         tokens_per_s=sum(len(d.tokens) for d in done) / wall, prefill_ms=1e3 * done[0].trace.t_prefill,
-        bytes_per_round=bytes_per_round([d.trace for d in done]), captured=prepared.rounds,
-        capture_s=prepared.seconds, capture_gib=prepared.bytes / 2**30,
+        captured=prepared.rounds, capture_s=prepared.seconds, capture_gib=prepared.bytes / 2**30,
     )  # fmt: skip
+
+
+def measure_joining(engine: Engine, sampling: Sampling, batch: int, context: int, joining: int) -> dict[str, Any]:
+    """The waits of `batch` running requests while a prompt of `joining` tokens is read, in the second of two tries."""
+    engine.places = batch + 1
+    engine.prepare(engine.places, tokens=joining, sampling=sampling)
+    long = random_prompts(1, joining)[0].tolist()
+    for _ in range(2):  # the speed of reading is known from the first
+        running = [
+            engine.add(prompt, max_new_tokens=joining - context - 64, sampling=sampling)
+            for prompt in random_prompts(batch, context).tolist()
+        ]
+        while not all(request.done.tokens for request in running):
+            engine.step()
+
+        def waits(until: Callable[[int], bool], running: Sequence[Request] = running) -> list[float]:
+            found, last = [], time.perf_counter()
+            while not until(len(found)):
+                if any(request in running for request in engine.step()):
+                    found.append(time.perf_counter() - last)
+                    last = time.perf_counter()
+            return found
+
+        unhindered = waits(lambda rounds: rounds == 50)
+        start = time.perf_counter()
+        joined = engine.add(long, max_new_tokens=1, sampling=sampling)
+        reading = waits(lambda _, joined=joined: bool(joined.done.tokens))
+        first = time.perf_counter() - start
+        for request in running:
+            engine.abort(request)
+        engine.step()
+    waited, alone = max(reading, default=0.0), max(unhindered)
+    return dict(joining=joining, wait_ms=1e3 * waited, alone_ms=1e3 * alone, first_token_ms=1e3 * first)
 
 
 def measure_generate(target: TransformersTarget, batch: int, context: int, new: int) -> dict[str, Any]:
