@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fledge.decode import batch as batches
-from fledge.decode import rounds
+from fledge.decode import rounds, scheduler
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
@@ -43,6 +43,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "shape": dict(mode="tree", shape=TreeShape((-1, 0, 0, 1, 1), (0, 0, 1, 0, 1))),
     "one pass": dict(depth=3),
 }
+
+
+@pytest.fixture(autouse=True)
+def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same requests run together on one GPU and on two, however long a prefill takes."""
+    monkeypatch.setattr(scheduler, "BEGINNING", 0.0)
 
 
 def pair(way: str, target_gpu: str, draft_gpu: str, implementation: str = "native") -> tuple[TransformersTarget, Draft]:
