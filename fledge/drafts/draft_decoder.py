@@ -60,9 +60,9 @@ class DraftDecoder:
         self.dtype = draft.dtype
 
     def fuse(self, aux_TAD: Tensor) -> Tensor:
-        """See `EagleDraft.fuse`. The norms of all layers' states are computed together."""
+        """See `EagleDraft.fuse`. On a CPU, the norms of all layers' states are computed together."""
         draft, config = self.draft, self.draft.config
-        if not draft.family.reads_layers:
+        if not (aux_TAD.is_cpu and draft.family.reads_layers):
             return draft.fuse(aux_TAD)
         if config.fc_norm:
             gain_AD = torch.stack([norm.weight for norm in draft.fc_norm])
