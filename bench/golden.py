@@ -74,7 +74,7 @@ CASES: dict[str, str | tuple[str, ...]] = {
     "regenerate": f"regenerate {PAIR} --data {FILES}/prompts.jsonl --out answers.jsonl --max-new-tokens 16 --batch 4 "
     "--temperature 1",
     "check": f"check {PAIR} --engine vllm; check {TARGET} --draft {PEAGLE} --json",
-    "inspect": f"inspect {EAGLE3} --target {FILES}/target; inspect {EAGLE1}; inspect {PEAGLE}",
+    "inspect": f"inspect {EAGLE3}; inspect {EAGLE1}; inspect {PEAGLE}",
     "export": "; ".join(f"export --draft {EAGLE3} --to {e} --out {e}" for e in ("vllm", "safeailab", "speculators")),
     "push": f"push owner/name --draft {EAGLE3} --dry-run",
     "report": f"report {BASE}/train-eagle3/run {BASE}/eval/e.json --out report.html",
