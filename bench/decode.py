@@ -25,8 +25,9 @@ vLLM that failed has an `error` in place of times. `bench/prompt_sets.py` compar
 
 With `--sampling`, fledge's rows are measured for each named way to choose tokens, which is in `sampling`.
 
-With `--joining`, a request with a prompt of that many tokens joins the running ones: `wait_ms` is the longest time
-between two rounds until its first token, which comes after `first_token_ms`, and `alone_ms` that of rounds without it.
+With `--joining`, a request with a prompt of that many tokens joins the running ones. `first_token_ms` is the time to
+its first token, `wait_ms` the longest time between two rounds until the round after that, and `alone_ms` the longest
+time between two of 50 rounds before.
 
 With `--draft-device`, the draft is on another GPU: rows have `devices` 2, and `draft_ms` includes the copies between
 them.
@@ -254,8 +255,7 @@ def measure(
 
 def measure_joining(engine: Engine, sampling: Sampling, batch: int, context: int, joining: int) -> dict[str, Any]:
     """The waits of `batch` running requests while a prompt of `joining` tokens is read, in the second of two tries."""
-    engine.places = batch + 1
-    engine.prepare(engine.places, tokens=joining, sampling=sampling)
+    engine.prepare(batch + 1, tokens=joining, sampling=sampling)
     long = random_prompts(1, joining)[0].tolist()
     for _ in range(2):  # the speed of reading is known from the first
         running = [
@@ -267,10 +267,11 @@ def measure_joining(engine: Engine, sampling: Sampling, batch: int, context: int
 
         def waits(until: Callable[[int], bool], running: Sequence[Request] = running) -> list[float]:
             found, last = [], time.perf_counter()
-            while not until(len(found)):
-                if any(request in running for request in engine.step()):
-                    found.append(time.perf_counter() - last)
-                    last = time.perf_counter()
+            while not found or not until(len(found)):
+                while not any(request in running for request in engine.step()):
+                    assert not all(request.over for request in running), "all running requests have ended"
+                found.append(time.perf_counter() - last)
+                last = time.perf_counter()
             return found
 
         unhindered = waits(lambda rounds: rounds == 50)
@@ -281,7 +282,7 @@ def measure_joining(engine: Engine, sampling: Sampling, batch: int, context: int
         for request in running:
             engine.abort(request)
         engine.step()
-    waited, alone = max(reading, default=0.0), max(unhindered)
+    waited, alone = max(reading), max(unhindered)
     return dict(joining=joining, wait_ms=1e3 * waited, alone_ms=1e3 * alone, first_token_ms=1e3 * first)
 
 

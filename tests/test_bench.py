@@ -99,9 +99,10 @@ DECODE_CASES = ("token", "chain of 7", "tree of 60", "one pass of 7")
 
 @pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")  # the draft is random
 def test_decode_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The more rows, the more of the experts count."""
+    """The more rows, the more of the experts count. A request joins the running ones."""
     words = "--shape", "tiny-moe", "--context", 9, "--new", 6, "--batch", 1, 2, "--case", "token", "chain of 7"
-    rows = record(tmp_path, monkeypatch, "decode", *words, "--engine", "fledge")["rows"]
+    rows = record(tmp_path, monkeypatch, "decode", *words, "--engine", "fledge", "--joining", 200)["rows"]
+    assert all(min(r["alone_ms"], r["wait_ms"], r["first_token_ms"]) > 0 for r in rows)
     floors = [r["floor_ms"] for r in rows]
     assert len(rows) == 4 and all(0 < r["floor_ms"] < r["ms"] for r in rows) and floors[0] < floors[1] < floors[2]
 

@@ -29,7 +29,7 @@ from fledge.data.record import Record
 from fledge.data.spans import training_documents
 from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, TrainingData, load_data
-from fledge.io.machine import cache_directory
+from fledge.io.files import cache_directory
 from fledge.train.setup.draft import choose_mask_token, choose_vocabulary, coverage_of, occurs
 from support.chats import tiny_chats
 from support.commands import python

@@ -108,6 +108,15 @@ def _version(directory: Path) -> tuple[Path, tuple[int, ...] | None]:
     return directory, None
 
 
+def cache_directory(given: str | None = None) -> Path:
+    """The directory of tokenized data and compiled code: the given directory, FLEDGE_CACHE, or `fledge` in the user's
+    cache directory."""
+    if named := given or os.environ.get("FLEDGE_CACHE"):
+        return Path(named).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")).absolute() / "fledge"
+
+
 def sibling_path(path: Path, suffix: str) -> Path:
     """The hidden path `.NAME.fledge-SUFFIX` in the same directory as `path`, reserved for fledge."""
     path = Path(os.path.realpath(path))  # Path(".") has an empty name

@@ -30,15 +30,6 @@ CGROUPS = (
 )
 
 
-def cache_directory(given: str | None = None) -> Path:
-    """The directory of tokenized data and compiled code: the given directory, FLEDGE_CACHE, or `fledge` in the user's
-    cache directory."""
-    if named := given or os.environ.get("FLEDGE_CACHE"):
-        return Path(named).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")).absolute() / "fledge"
-
-
 def resolve_device(device: str) -> str:
     """The device, with "auto" replaced by "cuda" on a machine with a GPU, else by "cpu". Raises ValueError for a device
     that does not exist on this machine, and for a device that is neither a CPU nor a CUDA GPU."""

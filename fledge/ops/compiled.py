@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fledge.io.machine import cache_directory
+from fledge.io.files import cache_directory, replace_file
 
 MOST_ROWS = 384  # of more, PyTorch takes less time for attention, and each thread computes the norms of all rows
 PANEL = 16  # outputs of a weight that layers.c keeps next to each other
@@ -139,11 +139,7 @@ def _load(compiler: str) -> ctypes.CDLL:
         with suppress(OSError):  # compiled again next time
             cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_private(cached.parent):
-                new = cached.with_name(f".{name}.{os.getpid()}")
-                with new.open("wb") as file:
-                    file.write(linked.read_bytes())
-                    os.fsync(file.fileno())
-                new.replace(cached)
+                replace_file(cached, [linked.read_bytes()])
         return made
 
 

@@ -19,7 +19,8 @@ from fledge.data.template import ChatTemplate
 from fledge.data.token_cache import DataRequest, data_files, load_data
 from fledge.drafts.draft import Draft
 from fledge.io.fields import read_json
-from fledge.io.machine import cache_directory, command, environment
+from fledge.io.files import cache_directory
+from fledge.io.machine import command, environment
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.ranks import Ranks
 from fledge.train.setup.draft import missing_from
