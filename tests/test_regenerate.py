@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from fledge.data.answering import text_prompt
+from fledge.data.spans import text_prompt
 from fledge.data.template import ChatTemplate
 from fledge.io.files import TEMPORARY
 from support.commands import Ran

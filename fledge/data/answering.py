@@ -11,7 +11,6 @@ from fledge.data.record import Record
 from fledge.data.spans import turn_text
 from fledge.data.template import ChatTemplate, EndlessTemplate
 
-REPLACEMENT = "\ufffd"  # decoded from bytes of an invalid or incomplete character
 TOOL_ROLES = ("tool", "ipython", "function")  # roles of messages with the result of a tool call
 
 
@@ -116,7 +115,7 @@ def _readings(
     tools: list[Any] | None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The candidates for the message of an answer, the best first."""
-    whole = _decoded(template, ids)
+    whole = template.decode(ids)
     for generated in dict.fromkeys([whole, text]):  # some schemas read the stop token
         if parsed := _parsed(template.tokenizer, generated, before, tools):
             yield parsed
@@ -172,24 +171,5 @@ def answer_text(template: ChatTemplate, prompt: Sequence[int], ids: Sequence[int
     token at the end."""
     ids = list(ids[:-1] if ids and ids[-1] in template.stop_ids else ids)
     context = list(prompt[-1:])  # decoders drop the space before a first token
-    before, both = _decoded(template, context), _decoded(template, context + ids)
-    return both.removeprefix(before) if both.startswith(before) else _decoded(template, ids)
-
-
-def text_prompt(template: ChatTemplate, text: str, limit: int) -> tuple[list[int], str]:
-    """The start of a plain text as a prompt: at most `limit` token ids, and the text of the ids. The ids include the
-    tokens that the tokenizer adds (BOS); the text includes a special token only if `text` contains the special token.
-    No character is cut apart."""
-    coded = template.tokenizer(text, return_special_tokens_mask=True, verbose=False)
-    ids, added = coded["input_ids"][:limit], coded["special_tokens_mask"]
-
-    def kept() -> str:
-        return _decoded(template, [token for token, is_added in zip(ids, added, strict=False) if not is_added])
-
-    while len(ids) > 1 and len(ids) < len(added) and kept().endswith(REPLACEMENT):
-        ids = ids[:-1]
-    return template.prompt_ids(kept())[: len(ids)], kept()
-
-
-def _decoded(template: ChatTemplate, ids: Sequence[int]) -> str:
-    return template.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    before, both = template.decode(context), template.decode(context + ids)
+    return both.removeprefix(before) if both.startswith(before) else template.decode(ids)

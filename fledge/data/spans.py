@@ -14,6 +14,7 @@ from fledge.data.messages import Message, RenderedFields, reasoning_of, without_
 from fledge.data.record import Record
 from fledge.data.template import ChatTemplate
 
+REPLACEMENT = "\ufffd"  # decoded from bytes of an invalid or incomplete character
 MANY_TURNS = 16  # chats with at least this many turns try `_find_turns`, which takes linear time, first
 # the end of a prompt in which reasoning is open, such as "<think>\n", or is closed already
 OPENED = re.compile(r"<([\w:]*think[\w:]*)>(\s*)(</\1>\s*)?$")
@@ -183,7 +184,7 @@ def _find_turns(template: ChatTemplate, record: Record, turns: list[int], full: 
 
 def _has_stop_token(template: ChatTemplate, text: str) -> bool:
     """Whether a turn that starts with `text` ends within `text`."""
-    return not template.stop_ids.isdisjoint(template.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return not template.stop_ids.isdisjoint(template.rendered_ids(text))
 
 
 def _render(template: ChatTemplate, record: Record, n: int, *, prompt: bool) -> str:
@@ -229,6 +230,21 @@ def _text_document(template: ChatTemplate, record: Record) -> Document:
     spans = np.zeros(len(ids) + len(end), dtype=np.int32)
     spans[:first] = -1
     return Document(np.array(ids + end, dtype=np.int32), spans)
+
+
+def text_prompt(template: ChatTemplate, text: str, limit: int) -> tuple[list[int], str]:
+    """The start of a plain text as a prompt: at most `limit` token ids, and the text of the ids. The ids include the
+    tokens that the tokenizer adds (BOS); the text includes a special token only if `text` contains the special token.
+    No character is cut apart."""
+    coded = template.tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids, added = coded["input_ids"][:limit], coded["special_tokens_mask"]
+
+    def kept() -> str:
+        return template.decode([token for token, is_added in zip(ids, added, strict=False) if not is_added])
+
+    while len(ids) > 1 and len(ids) < len(added) and kept().endswith(REPLACEMENT):
+        ids = ids[:-1]
+    return template.prompt_ids(kept())[: len(ids)], kept()
 
 
 def _first_token(template: ChatTemplate, ids: list[int], starts: list[int], start: int, text: str) -> int:

@@ -149,6 +149,10 @@ class ChatTemplate:
         """The token ids of a rendered text, whose special tokens are written out."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, with the special tokens written out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def plain(self, text: str, **options: Any) -> tuple[dict[str, list[Any]], list[int]]:
         """The fields of a tokenized plain text, and the tokens left out: a special token that the text writes out and
         the tokenizer adds too, such as BOS, is kept once. `options` are arguments of the tokenizer."""

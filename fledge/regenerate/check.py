@@ -139,7 +139,7 @@ def _compare_tokens(
     tokens, ids = prompt + generated, trained.ids
     if tokens == (ids if trained.complete else ids[: len(tokens)]):
         return SAME, ""
-    text, read = _text(template, tokens), _text(template, ids)
+    text, read = template.decode(tokens), template.decode(ids)
     if answer.finish == "length":  # a cut answer may end within a character
         text, read = text.rstrip("\ufffd"), read.rstrip("\ufffd")
     if not spaces:
@@ -165,13 +165,9 @@ def _place(template: ChatTemplate, generated: list[int], trained: list[int], pro
     token = f"token {at - prompt + 1:,}" if at >= prompt else "the end of the prompt"
 
     def shown(ids: list[int]) -> str:
-        return " ".join(repr(_text(template, [token])) for token in ids[at : at + SHOWN]) or "nothing more"
+        return " ".join(repr(template.decode([token])) for token in ids[at : at + SHOWN]) or "nothing more"
 
     return f"{token}: {shown(generated)} generated, {shown(trained)} by the target's template"
-
-
-def _text(template: ChatTemplate, ids: list[int]) -> str:
-    return template.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 class AnswerCheck:

@@ -13,8 +13,9 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.answering import answered_conversation, count_answers, split_conversation, text_prompt
+from fledge.data.answering import answered_conversation, count_answers, split_conversation
 from fledge.data.record import Record
+from fledge.data.spans import text_prompt
 from fledge.data.template import EndlessTemplate
 from fledge.engines.client import Answer
 from fledge.io.fields import parse_json
