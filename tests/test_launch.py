@@ -15,6 +15,8 @@ import torch
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.setup import launch
 from fledge.train.setup.options import TrainOptions
+from fledge.train.setup.recipe_file import restarted_options
+from fledge.train.setup.run import run_ranks
 from support.chats import tiny_chats
 from support.files import metrics_of
 from support.runs import recipe_of
@@ -79,30 +81,30 @@ def test_a_signal_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"--gpus 2 starts processes .*: start it with torchrun"):
-        launch.run_ranks(options(gpus=2, device="cpu")).__enter__()
+        run_ranks(options(gpus=2, device="cpu")).__enter__()
     with (
         pytest.raises(ValueError, match="--shard-target splits the target over several GPUs; give --gpus"),
-        launch.run_ranks(options(shard_target=True, device="cpu")),
+        run_ranks(options(shard_target=True, device="cpu")),
     ):
         pass
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with (
         pytest.raises(ValueError, match="--device cuda:0 with several processes"),
-        launch.run_ranks(options(device="cuda:0")),
+        run_ranks(options(device="cuda:0")),
     ):
         pass
 
 
 def test_a_restarted_process_resumes_the_run_that_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = options(out=str(tmp_path / "run"), shard_target=True, rank_timeout=5.0)
-    assert launch.restarted_options(given) is given
+    assert restarted_options(given) is given
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert launch.restarted_options(given) is given, "nothing was begun"
+    assert restarted_options(given) is given, "nothing was begun"
     RunDirectory(tmp_path / "run").start("a: 1")
-    found = launch.restarted_options(given)
+    found = restarted_options(given)
     assert found.resume == given.out and found.shard_target and found.rank_timeout == 5.0 and not found.data
-    assert launch.restarted_options(found) is found
+    assert restarted_options(found) is found
 
 
 def test_rows_of_a_step_are_settled(fledge: Any, tmp_path: Path) -> None:

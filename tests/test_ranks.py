@@ -352,7 +352,7 @@ def test_all_ranks_or_none_split_the_communicator_for_a_group(
 def run_connected(options: TrainOptions, ranks: Ranks) -> dict[str, Any]:
     """`fledge train` in a process that is connected already. Returns the last step's metrics."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_job, "run_ranks", lambda options: nullcontext(ranks))
+        patch.setattr("fledge.train.setup.run.run_ranks", lambda options: nullcontext(ranks))
         return train_job.run(options, lambda line: None, ProgressDisplay(quiet=True))
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.data.sources import Source
 from fledge.options import names_of
-from fledge.train.setup.launch import restarted_options, run_ranks
 from fledge.train.setup.options import OUT, TrainOptions, replace_aliases
 
 if TYPE_CHECKING:
@@ -33,7 +32,8 @@ def run(options: TrainOptions, say: Callable[[str], None], progress: Any, hooks:
     ValueError for options that contradict each other and for a directory that another process writes to, and
     ConnectionError if another rank failed.
     """
-    from fledge.train.setup.recipe_file import complete_options, resolve_recipe
+    from fledge.train.setup.recipe_file import complete_options, resolve_recipe, restarted_options
+    from fledge.train.setup.run import run_ranks
 
     options = restarted_options(options)
     with run_ranks(options) as ranks, contextlib.ExitStack() as stack:

@@ -30,17 +30,19 @@ from fledge.train.ranks import Ranks, local_rank, started_by_torchrun
 from fledge.train.setup.data import check_files, pack_rows, total_memory, training_data
 from fledge.train.setup.draft import draft_sizes, make_draft
 from fledge.train.setup.estimate import Machine, Work, memory_parts, target_memory_parts
-from fledge.train.setup.launch import check_ranks, needs_processes, run_ranks, start_processes
+from fledge.train.setup.launch import needs_processes, start_processes
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe import Recipe
 from fledge.train.setup.recipe_file import complete_options, resolve_recipe
 from fledge.train.setup.run import (
     USABLE_FRACTION,
     DoesNotFit,
+    check_ranks,
     choose_implementation,
     disk_space,
     implementations,
     make_schedule,
+    run_ranks,
 )
 from fledge.train.setup.target import plan_target, prepare_shared_target, quantization_note, reads_features_only
 from fledge.train.trainer import Run, Schedule, optimizer_step, upcoming_rows

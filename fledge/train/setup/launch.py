@@ -1,4 +1,4 @@
-"""Starts the processes of `fledge train --gpus`, and joins the ranks that torchrun has started."""
+"""Starts the processes of `fledge train --gpus`, through torchrun."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from fledge.train.setup.options import MACHINE, TrainOptions
-
-if TYPE_CHECKING:
-    from fledge.train.ranks import Ranks
+from fledge.train.setup.options import TrainOptions
 
 RUN_TORCHRUN = "from fledge.train.setup.launch import run_torchrun; run_torchrun()"
 INTERRUPTED = 130  # the exit status of an interrupted run, in one process and in several
-NOTHING_TO_SHARD = "--shard-target splits the target over several GPUs; give --gpus, or start with torchrun"
-NO_OTHERS = "--target-gpus sets some of several GPUs apart for the target; give --gpus, or start with torchrun"
 
 
 def needs_processes(options: TrainOptions) -> bool:
@@ -69,60 +61,3 @@ def run_torchrun() -> None:
         main()
     except SignalException:
         sys.exit(INTERRUPTED)
-
-
-@contextmanager
-def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
-    """Context manager: the ranks of this run. Raises ValueError for a device that all ranks would share."""
-    import torch
-
-    from fledge.io.machine import resolve_device
-    from fledge.train.ranks import connected, local_rank, started_by_torchrun
-
-    device = torch.device(resolve_device(options.device))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if options.gpus not in (None, here):
-        cure = f"torchrun has started {here} processes here" if started_by_torchrun() else "start it with torchrun"
-        raise ValueError(f"--gpus {options.gpus} starts processes from the command line only: {cure}; leave it out")
-    check_ranks(options, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
-    if started_by_torchrun():
-        if device.index is not None:
-            raise ValueError(
-                f"--device {options.device} with several processes, of which each has a GPU of its own; leave it out"
-            )
-        if device.type == "cuda":
-            device = torch.device("cuda", local_rank())
-            resolve_device(str(device))  # there may be fewer GPUs than processes
-    limit = timedelta(minutes=options.rank_timeout)
-    with connected(device, limit, options.target_gpus or 0) as ranks:
-        yield ranks
-
-
-def check_ranks(options: TrainOptions, ranks: int) -> None:
-    """Raises ValueError if --target-gpus or --shard-target do not make sense for a number of ranks."""
-    apart = options.target_gpus
-    if apart and ranks == 1:
-        raise ValueError(NO_OTHERS)
-    if apart and apart >= ranks:
-        raise ValueError(
-            f"--target-gpus {apart} of {ranks} GPUs leaves none to train the draft; give {ranks - 1} or fewer"
-        )
-    if options.shard_target and ranks == 1:
-        raise ValueError(NOTHING_TO_SHARD)
-    if options.shard_target and apart == 1:
-        raise ValueError(
-            "--shard-target splits the target, and --target-gpus 1 leaves it whole on one GPU; give --target-gpus 2 or "
-            "more, or leave one of them out"
-        )
-
-
-def restarted_options(options: TrainOptions) -> TrainOptions:
-    """The options of a process that torchrun started again (--max-restarts): options to resume the run in --out, if
-    --out holds a run; else `options` unchanged."""
-    from fledge.train.checkpoint import RunDirectory
-    from fledge.train.ranks import restart_count
-
-    if options.resume or not restart_count() or not RunDirectory(options.out).recipe.is_file():
-        return options
-    kept = {name: getattr(options, name) for name in ("trust_remote_code", *MACHINE)}
-    return TrainOptions(resume=options.out, **kept, given=frozenset({"resume", *kept}))

@@ -32,6 +32,7 @@ from fledge.io.files import check_output_path
 from fledge.methods import CHOICES
 from fledge.options import default_of, flag_of, has_type, option_fields, validation_problem
 from fledge.train.checkpoint import RunDirectory
+from fledge.train.ranks import restart_count
 from fledge.train.setup.options import MACHINE, MOVABLE, TrainOptions, replace_aliases
 from fledge.train.setup.recipe import (
     INEFFECTIVE,
@@ -333,6 +334,15 @@ def write_yaml(value: dict[str, Any]) -> str:
     # PyYAML does not escape these line breaks
     unicode = not BREAKS.search(json.dumps(value, ensure_ascii=False))
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=unicode, width=120)
+
+
+def restarted_options(options: TrainOptions) -> TrainOptions:
+    """The options of a process that torchrun started again (--max-restarts): options to resume the run in --out, if
+    --out holds a run; else `options` unchanged."""
+    if options.resume or not restart_count() or not RunDirectory(options.out).recipe.is_file():
+        return options
+    kept = {name: getattr(options, name) for name in ("trust_remote_code", *MACHINE)}
+    return TrainOptions(resume=options.out, **kept, given=frozenset({"resume", *kept}))
 
 
 def complete_options(

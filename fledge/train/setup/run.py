@@ -1,13 +1,15 @@
-"""Plans the steps of a training run and how they are computed, runs the trainer with hooks that show the progress, and
-prints how it ended and how to continue. On a GPU, the heaviest rows are tried to find settings that fit in memory."""
+"""Joins the ranks of a training run, plans the steps and how they are computed, runs the trainer with hooks that show
+the progress, and prints how it ended. On a GPU, the heaviest rows are tried to find settings that fit in memory."""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,14 +18,15 @@ from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
 from fledge.io.display import format_bytes
 from fledge.io.files import existing_parent
+from fledge.io.machine import resolve_device
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import BEFORE, feed
 from fledge.train.hooks import Evaluate, Signals
 from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
-from fledge.train.ranks import LostRankError, Ranks
-from fledge.train.setup.options import ComputeOptions
+from fledge.train.ranks import LostRankError, Ranks, connected, local_rank, started_by_torchrun
+from fledge.train.setup.options import ComputeOptions, TrainOptions
 from fledge.train.setup.recipe import Recipe
 from fledge.train.trainer import Hook, Run, Schedule, StepResult, train, with_features
 from fledge.types import Packed
@@ -41,10 +44,53 @@ UPDATE_BYTES = 6  # per parameter during the update: the 16-bit gradient and its
 GRADIENT_SUM_BYTES = 4  # per parameter during the whole step, if a step has several rows
 WARM_UP_TOKENS = 128  # of the row that is run before memory is measured
 
+
 # runs a forward and backward pass; returns an object that holds all tensors which are alive when the draft is updated
 RunStep = Callable[[Packed, Implementation], Any]
 
 Say = Callable[[str], None]
+
+
+@contextmanager
+def run_ranks(options: TrainOptions) -> Iterator[Ranks]:
+    """Context manager: the ranks of this run. Raises ValueError for a device that all ranks would share."""
+    device = torch.device(resolve_device(options.device))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if options.gpus not in (None, here):
+        cure = f"torchrun has started {here} processes here" if started_by_torchrun() else "start it with torchrun"
+        raise ValueError(f"--gpus {options.gpus} starts processes from the command line only: {cure}; leave it out")
+    check_ranks(options, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
+    if started_by_torchrun():
+        if device.index is not None:
+            raise ValueError(
+                f"--device {options.device} with several processes, of which each has a GPU of its own; leave it out"
+            )
+        if device.type == "cuda":
+            device = torch.device("cuda", local_rank())
+            resolve_device(str(device))  # there may be fewer GPUs than processes
+    limit = timedelta(minutes=options.rank_timeout)
+    with connected(device, limit, options.target_gpus or 0) as ranks:
+        yield ranks
+
+
+def check_ranks(options: TrainOptions, ranks: int) -> None:
+    """Raises ValueError if --target-gpus or --shard-target do not make sense for a number of ranks."""
+    apart = options.target_gpus
+    if apart and ranks == 1:
+        raise ValueError(
+            "--target-gpus sets some of several GPUs apart for the target; give --gpus, or start with torchrun"
+        )
+    if apart and apart >= ranks:
+        raise ValueError(
+            f"--target-gpus {apart} of {ranks} GPUs leaves none to train the draft; give {ranks - 1} or fewer"
+        )
+    if options.shard_target and ranks == 1:
+        raise ValueError("--shard-target splits the target over several GPUs; give --gpus, or start with torchrun")
+    if options.shard_target and apart == 1:
+        raise ValueError(
+            "--shard-target splits the target, and --target-gpus 1 leaves it whole on one GPU; give --target-gpus 2 or "
+            "more, or leave one of them out"
+        )
 
 
 def make_schedule(recipe: Recipe, rows: Rows, width: int, ranks: Ranks, lockstep: bool, say: Say) -> Schedule:
