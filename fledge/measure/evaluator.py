@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from fledge.data.answering import text_prompt
 from fledge.data.record import Record
+from fledge.data.spans import text_prompt
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
@@ -105,7 +105,7 @@ def _prompts(recipe: Recipe, prepared: PreparedTarget, held_out: list[Record]) -
         try:
             return fits(prompt)
         except ValueError:
-            if not recipe.data.skip_bad:
+            if not recipe.options.skip_bad:
                 raise
             return False
 

@@ -211,8 +211,6 @@ def _training_facts(
     recipe: Recipe, prepared: PreparedTarget, rows: Rows, schedule: Schedule, machine: dict[str, Any], ranks: Ranks
 ) -> dict[str, str]:
     """The rows of the card's table on training, apart from the step and the data."""
-    from fledge.train.setup.recipe import ExistingDraft
-
     lengths, objective = lengths_of(rows.documents), recipe.objective
     loss = f"{code(objective.loss)} over {objective.depth} drafted token{'s' * (objective.depth > 1)}"
     loss += f", γ {objective.gamma:g}" if objective.gamma != 1 else ""
@@ -232,8 +230,8 @@ def _training_facts(
         facts["Hidden states"] = "computed by vLLM"
     elif recipe.features:
         facts["Hidden states"] = f"from a disk, in {recipe.features.manifest.precision}"
-    if isinstance(recipe.draft, ExistingDraft):
-        facts["Started from"] = code(shown_source(recipe.draft.name)[0])
+    if recipe.draft:
+        facts["Started from"] = code(shown_source(recipe.options.init_from)[0])
     return facts
 
 

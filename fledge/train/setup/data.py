@@ -62,11 +62,11 @@ def read_data(
     for message in shadowed_presets(data.sources):
         say(message)
     request = DataRequest(
-        sources=data.sources, seed=seed, template=template, max_length=max_length, skip_bad=data.skip_bad,
+        sources=data.sources, seed=seed, template=template, max_length=max_length, skip_bad=data.options.skip_bad,
         hold_out=EVAL_RECORDS if hold_out else 0,
     )  # fmt: skip
     count = functools.partial(progress.count, unit="records")
-    found = load_data(request, cache_directory(data.cache), data.workers, say, count)
+    found = load_data(request, cache_directory(data.options.data_cache), data.options.data_workers, say, count)
     if found.held_out:
         more = f", and {found.copies:,} more with the same content are not trained on" if found.copies else ""
         say(f"{len(found.held_out)} of {found.records:,} records are held out to measure τ{more}")

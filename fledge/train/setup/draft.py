@@ -45,7 +45,7 @@ def check_shape(recipe: Recipe, prepared: PreparedTarget) -> None:
 def draft_sizes(recipe: Recipe, planned: PreparedTarget) -> Draft:
     """The draft to train, without values, on the meta device. Raises ValueError if its shape is not valid."""
     with torch.device("meta"):
-        draft = new_draft(recipe.draft.config if recipe.draft else _config(recipe, planned, mask_token=0))
+        draft = new_draft(recipe.draft or _config(recipe, planned, mask_token=0))
     if draft.embed_tokens is not None:
         draft.embed_tokens.requires_grad_(recipe.options.train_embeddings)
     return draft.to(planned.target.dtype)
@@ -53,8 +53,7 @@ def draft_sizes(recipe: Recipe, planned: PreparedTarget) -> Draft:
 
 def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
     """The draft of --init-from. Raises ValueError if it does not fit the data or --train-embeddings."""
-    name, target = recipe.draft.name, prepared.target
-    draft = load_draft(name)
+    target, draft = prepared.target, load_draft(recipe.options.init_from)
     coverage = coverage_of(draft.target_ids(), documents, target.embedding.shape[0])
     say(f"the draft vocabulary covers {_coverage_text(coverage)}")
     draft.config = draft.config.with_provenance(coverage=coverage, **_provenance(recipe, prepared))

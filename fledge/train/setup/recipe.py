@@ -51,27 +51,15 @@ INEFFECTIVE: dict[str, tuple[tuple[str, ...], str]] = {
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """The data sources. `max_length` is the user's maximum document length in tokens (None: not given), and `longest`
-    is `max_length` or the default; the target's context may lower `longest`. `cache` is the directory of tokenized data
-    and `workers` the number of processes that tokenize; None stands for the defaults. `modes` are all sets of template
+    """The data that `options` name. `sources` have the mapping of --columns. `longest` is the maximum document length
+    in tokens, by the options or by default; the target's context may lower `longest`. `modes` are all sets of template
     variables that sources are rendered with: `template_kwargs`, and a source's own variables, which take precedence."""
 
+    options: DataOptions
     sources: tuple[str, ...]
     template_kwargs: dict[str, Any] | None
-    skip_bad: bool
-    max_length: int | None
     longest: int
-    cache: str | None
-    workers: int | None
     modes: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class ExistingDraft:
-    """A draft to continue training. `name` is the draft's directory or hub id; `config` is read once and kept."""
-
-    name: str
-    config: DraftConfig
 
 
 @dataclass(frozen=True)
@@ -79,7 +67,7 @@ class Recipe:
     """Everything about a run that is known before weights and data are loaded. `options` have the target's name, the
     device and the implementation in place of None. `choice` is a key of `fledge.methods.CHOICES`. `depth` is the number
     of tokens that the trained draft drafts by default. `features`: the hidden states stored on disk; None if the hidden
-    states are computed during training. `draft` is the draft to continue training; None: a new draft, whose shape
+    states are computed during training. `draft` is the config of the --init-from draft; None: a new draft, whose shape
     `options` say."""
 
     options: TrainOptions
@@ -87,7 +75,7 @@ class Recipe:
     depth: int
     data: DataRecipe
     features: FeatureCache | None
-    draft: ExistingDraft | None
+    draft: DraftConfig | None
     objective: Objective
 
     @property
@@ -116,10 +104,10 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
         raise ValueError("give --target and --data, --features, a --config file that sets them, or --resume RUN")
     if options.features and options.features_from:
         raise ValueError("--features names hidden states on disk, and --features-from those of vLLM; give one of them")
-    existing = ExistingDraft(options.init_from, read_draft_config(options.init_from)) if options.init_from else None
+    existing = read_draft_config(options.init_from) if options.init_from else None
     features = FeatureCache.open(options.features) if options.features else None
-    name = options.method or (existing.config.method if existing else "eagle3")
-    choice = _choice(name, existing)
+    name = options.method or (existing.method if existing else "eagle3")
+    choice = _choice(name, options.init_from, existing)
     reasons = ineffective_options(options.as_dict()) | unsupported_options(choice.method)
     for why in dict.fromkeys(reasons.values()):
         options.refuse((option for option, reason in reasons.items() if reason == why), why)
@@ -188,31 +176,29 @@ def check_served(options: ServedOptions) -> None:
     layer_ids(options.features_layers, "--features-layers")
 
 
-def _choice(name: str, existing: ExistingDraft | None) -> Choice:
-    """The choice of this name. Raises ValueError if an existing draft has another method, or lacks the choice's
-    norms."""
+def _choice(name: str, draft: str | None, existing: DraftConfig | None) -> Choice:
+    """The choice of this name. Raises ValueError if the --init-from draft (`draft`, with the config `existing`) has
+    another method, or lacks the choice's norms."""
     choice = CHOICES[name]
-    if existing and choice.method.name != existing.config.method:
+    if existing and choice.method.name != existing.method:
+        raise ValueError(f"--method {name}, but {draft} is a draft of {existing.method}; leave --method out")
+    if existing and not all(getattr(existing, switch) for switch in choice.switches):
         raise ValueError(
-            f"--method {name}, but {existing.name} is a draft of {existing.config.method}; leave --method out"
-        )
-    if existing and not all(getattr(existing.config, switch) for switch in choice.switches):
-        raise ValueError(
-            f"--method {name}, but {existing.name} was trained without its norms "
+            f"--method {name}, but {draft} was trained without its norms "
             f"({', '.join(choice.switches)}); leave --method out"
         )
     return choice
 
 
-def _depth(options: TrainOptions, existing: ExistingDraft | None, method: Method) -> int:
-    known = existing.config.provenance.depth if existing else None
+def _depth(options: TrainOptions, existing: DraftConfig | None, method: Method) -> int:
+    known = existing.provenance.depth if existing else None
     depth = options.depth or known or DEPTH
     if depth < method.min_depth:
         raise ValueError(f"--depth {depth}: {method.title} needs a depth of at least {method.min_depth}")
     return depth
 
 
-def _data(options: TrainOptions, existing: ExistingDraft | None, features: FeatureCache | None) -> DataRecipe:
+def _data(options: TrainOptions, existing: DraftConfig | None, features: FeatureCache | None) -> DataRecipe:
     if features:
         known = features.manifest
         if options.row_length and options.row_length < known.max_length:
@@ -221,7 +207,7 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
                 f"{features.path}; a row must have room for the longest document"
             )
         modes = tuple(known.template_modes) or (known.template_kwargs or {},)
-        return DataRecipe((), known.template_kwargs, False, known.max_length, known.max_length, None, None, modes)
+        return DataRecipe(options, (), known.template_kwargs, known.max_length, modes)
     if options.row_length and options.max_length and options.row_length < options.max_length:
         raise ValueError(
             f"--row-length {options.row_length} is less than --max-length {options.max_length}; a row must have room "
@@ -229,7 +215,7 @@ def _data(options: TrainOptions, existing: ExistingDraft | None, features: Featu
         )
     kwargs = parse_template_kwargs(options.template_kwargs)
     if kwargs is None and existing:
-        kwargs = existing.config.provenance.template_kwargs
+        kwargs = existing.provenance.template_kwargs
     return data_recipe(options, kwargs, options.row_length)
 
 
@@ -242,9 +228,7 @@ def data_recipe(options: DataOptions, kwargs: dict[str, Any] | None, row_length:
     except ValueError as e:
         raise ValueError(f"--data {e}") from e
     longest = options.max_length or min(MAX_LENGTH, row_length or MAX_LENGTH)
-    return DataRecipe(
-        sources, kwargs, options.skip_bad, options.max_length, longest, options.data_cache, options.data_workers, modes
-    )
+    return DataRecipe(options, sources, kwargs, longest, modes)
 
 
 def layer_ids(text: str | None, flag: str = "--aux-layers") -> tuple[int, ...] | None:

@@ -167,10 +167,9 @@ def _loading(requested: TargetOptions, data: DataRecipe, device: str) -> dict[st
 
 def check_length(data: DataRecipe, target: ModelTarget) -> None:
     """Raises ValueError if documents may be longer than the target's context."""
-    if data.max_length and data.max_length > target.context:
-        raise ValueError(
-            f"--max-length {data.max_length} is more than the target's context; give {target.context} or less"
-        )
+    asked = data.options.max_length
+    if asked and asked > target.context:
+        raise ValueError(f"--max-length {asked} is more than the target's context; give {target.context} or less")
 
 
 def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TargetParts:
@@ -315,9 +314,9 @@ def _layers(recipe: Recipe, target: ModelTarget) -> tuple[int, ...]:
     """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
     existing draft that does not fit the target."""
     if draft := recipe.draft:
-        if problem := mismatch(draft.config, target):
-            raise ValueError(f"--init-from {draft.name} does not fit {target.name}: {problem}")
-        return layers_of(draft.config, target)
+        if problem := mismatch(draft, target):
+            raise ValueError(f"--init-from {recipe.options.init_from} does not fit {target.name}: {problem}")
+        return layers_of(draft, target)
     if not recipe.method.reads_layers:
         return ()
     return resolve_layers(
