@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from logging import WARNING
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from huggingface_hub.utils.logging import get_logger
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -370,15 +368,12 @@ def test_without_the_hub_speculators_files_lack_the_targets_class_and_the_comman
     saved(tmp_path / "d")
 
     def unreachable(*given, **more):
-        warns.append(get_logger("huggingface_hub").isEnabledFor(WARNING))  # of every attempt
         raise OSError("no network")
-
-    warns: list[bool] = []
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
     words = "export", "--draft", tmp_path / "d", "--to", "speculators", "--target", "owner/target"
     went = fledge(*words, "--out", tmp_path / "e")
-    assert went.code == 0 and warns == [False] and get_logger("huggingface_hub").isEnabledFor(WARNING)
+    assert went.code == 0
     assert "verifier.architectures in these files is empty" in " ".join(went.out.split())
     assert content(tmp_path / "e")[0]["speculators_config"]["verifier"]["architectures"] == []
 

@@ -54,9 +54,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     loaded: list[tuple[Any, ...]] = []
 
-    def load(name: str, config: str | None, split: str, trust_remote_code: bool) -> list[dict[str, Any]]:
+    def load(name: str, config: str | None = None, *, split: str, **more: Any) -> list[dict[str, Any]]:
         loaded.append((name, config, split))
-        assert not trust_remote_code
+        assert not more["trust_remote_code"]
         row = next(row for arguments, row, _ in ROWS.values() if arguments == (name, config, split))
         return [{**row, "question": f"{i} {row['question']}"} if "question" in row else row for i in range(1000)]
 
@@ -98,7 +98,8 @@ def test_without_the_hub_the_message_says_what_to_do(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(
-        ValueError, match=r"openai/gsm8k on the hub, which cannot be loaded: Couldn't reach .* or give a"
+        ValueError,
+        match=r"^gsm8k is openai/gsm8k on the hub and cannot be loaded from the hub: Couldn't reach .* load it once",
     ):
         read_prompts("gsm8k")
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: [{"Question": "q"}])

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from fledge.io.fields import check_template_kwargs, first_line, format_value, parse_json
-from fledge.io.hub import quiet_hub
 
 READABLE = (".jsonl", ".ndjson", ".json", ".txt", ".parquet", ".arrow", ".csv")
 COMPRESSED = (".gz", ".zst")  # suffixes after those of texts
@@ -166,8 +165,7 @@ class HubData:
 
         where = filter(None, (self.hub_id, self.config))
         try:
-            with quiet_hub():
-                return datasets.load_dataset(*where, split=self.split, revision=self.revision, trust_remote_code=False)
+            return datasets.load_dataset(*where, split=self.split, revision=self.revision, trust_remote_code=False)
         except Exception as e:  # offline, unknown, gated or moved: each raises another type
             known = "not a local file" if self.hub_id in self.name else f"{self.hub_id} on the hub"
             raise ValueError(

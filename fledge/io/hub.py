@@ -3,10 +3,9 @@ download of drafts. A counter (`show_progress`) can show the progress of loading
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
@@ -94,21 +93,7 @@ def architectures(name: str | Path) -> tuple[str, ...]:
         file = Path(name) / "config.json"
         if not Path(name).is_dir():
             repository, revision = split_revision(name)
-            with quiet_hub():
-                file = Path(hf_hub_download(repository, "config.json", revision=revision))
+            file = Path(hf_hub_download(repository, "config.json", revision=revision))
         return tuple(map(str, read_json(file).get("architectures") or []))
     except Exception:  # offline, private or unknown id, no JSON: each raises another type, and the names are optional
         return ()
-
-
-@contextlib.contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Context manager without the hub library's two lines about each attempt to reach the hub; an error says enough."""
-    from huggingface_hub.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

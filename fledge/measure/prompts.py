@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from fledge.data.read import SourceReader, read_records, with_columns
 from fledge.data.record import Record, parse_record
-from fledge.data.sources import COMPRESSED, Source, is_preset
+from fledge.data.sources import COMPRESSED, HubData, Source, is_preset
 from fledge.decode.draft_size import ChanceWarning
-from fledge.io.fields import first_line
-from fledge.io.hub import quiet_hub
 from fledge.types import Trace
 
 if TYPE_CHECKING:
@@ -46,41 +44,31 @@ def _column(name: str, before: str = "") -> Callable[[dict[str, Any]], dict[str,
     return lambda row: {"turns": [before + row[name]]}
 
 
-# the hub id, config and split of each set, and a function that turns a row into a layout of `fledge.data.record`
-# without answers
-PROMPT_SETS: dict[str, tuple[str, str | None, str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: {"turns": list(row["prompt"])}),
-    "gsm8k": ("openai/gsm8k", "main", "test", _column("question")),
-    "humaneval": ("openai/openai_humaneval", None, "test", _column("prompt")),
-    "math500": ("HuggingFaceH4/MATH-500", None, "test", _column("problem")),
-    "alpaca": ("tatsu-lab/alpaca", None, "train", lambda row: {name: row[name] for name in ("instruction", "input")}),
-    "sum": ("abisee/cnn_dailymail", "3.0.0", "test", _column("article", "Summarize: ")),
-    "qa": ("google-research-datasets/nq_open", None, "validation", _column("question")),
+# the data set of each set, and a function that turns a row into a layout of `fledge.data.record` without answers
+PROMPT_SETS: dict[str, tuple[HubData, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "mt_bench": (HubData("HuggingFaceH4/mt_bench_prompts", "train"), lambda row: {"turns": list(row["prompt"])}),
+    "gsm8k": (HubData("openai/gsm8k", "test", config="main"), _column("question")),
+    "humaneval": (HubData("openai/openai_humaneval", "test"), _column("prompt")),
+    "math500": (HubData("HuggingFaceH4/MATH-500", "test"), _column("problem")),
+    "alpaca": (HubData("tatsu-lab/alpaca", "train"), lambda row: {k: row[k] for k in ("instruction", "input")}),
+    "sum": (HubData("abisee/cnn_dailymail", "test", config="3.0.0"), _column("article", "Summarize: ")),
+    "qa": (HubData("google-research-datasets/nq_open", "validation"), _column("question")),
 }
 
 
 def read_prompt_set(name: str, limit: int | None = None) -> list[Record]:
     """`limit` prompts of a named set (None: DEFAULT_PROMPTS), as records, evenly spaced over the split; every call
     returns the same prompts. Raises ValueError if the set cannot be loaded, or lacks an expected column."""
-    import datasets
-
-    hub_id, config, split, row_of = PROMPT_SETS[name]
-    try:
-        with quiet_hub():
-            rows = datasets.load_dataset(hub_id, config, split=split, trust_remote_code=False)
-    except Exception as e:  # offline, unknown, or moved: each raises another type
-        raise ValueError(
-            f"--prompts {name} is {hub_id} on the hub, which cannot be loaded: {first_line(e)}. Load it once "
-            "where the hub can be reached (the datasets library then keeps it), or give a file of prompts"
-        ) from e
-    records = []
+    data, row_of = PROMPT_SETS[name]
+    rows, records = replace(data, name=name).load(), []
     for i in spread(list(range(len(rows))), limit or DEFAULT_PROMPTS):
         where = f"{name}, row {i + 1}"
         try:
             records.append(parse_record(row_of(rows[i]), where))
         except (KeyError, TypeError) as e:
             raise ValueError(
-                f"{where}: {hub_id} has other columns than fledge reads ({', '.join(rows[i])}); give a file of prompts"
+                f"{where}: {data.hub_id} has other columns than fledge reads ({', '.join(rows[i])}); give a file of "
+                "prompts"
             ) from e
     return records
 
