@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fledge.report import page
-from fledge.report.read import read, write_report
+from fledge.report.read import read, sections_of
 from support.reports import record, sweep, write_records, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -39,7 +39,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = [write_records(path / "sweep.json", sweep()), write_records(path / "long.json", long)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "write_page", page.write_page.__wrapped__)  # see conftest.py
-        write_report(read([*runs, *files]), path / "report.html")
+        page.write_page(path / "report.html", lambda: sections_of(read([*runs, *files])))
     return path / "report.html"
 
 

@@ -22,12 +22,12 @@ class ReportOptions(Options):
 
 def run(options: ReportOptions, say: Callable[[str], None]) -> None:
     """Writes the report. Raises ValueError or OSError, with the file, for a source that is no run and no record."""
-    from fledge.report.page import check_report_path
-    from fledge.report.read import read, write_report
+    from fledge.report.page import check_report_path, write_page
+    from fledge.report.read import read, sections_of
 
     check_report_path(options.out, "--out")
     found = read(options.sources)
-    write_report(found, options.out)
+    write_page(options.out, lambda: sections_of(found))
     for note in found.notes:
         say(note)
     counts = [

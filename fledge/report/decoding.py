@@ -12,27 +12,8 @@ from fledge.io.display import escaped
 from fledge.io.fields import parse_json
 from fledge.measure.metrics import pause_line
 from fledge.measure.record import alpha_intervals
-from fledge.report.page import (
-    INK,
-    MUTED,
-    Figure,
-    Sections,
-    Table,
-    bars_from_left,
-    color,
-    drawing,
-    legend,
-    listed,
-    mapping,
-    marked,
-    number,
-    numbers,
-    numbers_or_none,
-    origin,
-    shown,
-    spanned,
-    stacked_bars,
-)  # fmt: skip
+from fledge.report import page
+from fledge.report.page import Figure, Sections, Table, listed, mapping, number, numbers, shown, spanned
 
 MAX_BYTES = 2**28  # a larger JSON file is no record
 REQUIRED = {"tau", "alpha"}  # fields of every record of an evaluation
@@ -104,7 +85,7 @@ def decoding_sections(records: Sequence[EvalRecord]) -> Sections:
         "pauses": pauses(own),
         "served": served([r for r in records if r.served]),
         "samples": samples(own),
-        "origins": [origin(r.source.name, r.fields, r.fields.get("fledge")) for r in of_files.values()],
+        "origins": [page.origin(r.source.name, r.fields, r.fields.get("fledge")) for r in of_files.values()],
     }
 
 
@@ -129,7 +110,7 @@ def decoding_figures(records: Sequence[EvalRecord]) -> list[Figure]:
 
 def alpha(records: Sequence[EvalRecord]) -> Figure:
     """α by position, with intervals for records with requests."""
-    found = [(r, numbers_or_none(r.fields.get("alpha"))) for r in records]
+    found = [(r, page.numbers_or_none(r.fields.get("alpha"))) for r in records]
     found = [(r, y) for r, y in found if y]
     title = "Acceptance by position when decoding"
     if not found:
@@ -141,15 +122,15 @@ def alpha(records: Sequence[EvalRecord]) -> Figure:
         for i, (r, y) in enumerate(drawn):
             reached = [k for k, a in enumerate(y) if a is not None]
             x = [k + 1 + 0.06 * (i - (len(drawn) - 1) / 2) for k in reached]
-            axes.plot(x, [y[k] for k in reached], **marked(i, r.label))
+            axes.plot(x, [y[k] for k in reached], **page.marked(i, r.label))
             for at, k in zip(x, reached, strict=True):
                 if spans[i][k]:
-                    axes.plot([at, at], spans[i][k], color=color(i), linewidth=1.1)
+                    axes.plot([at, at], spans[i][k], color=page.color(i), linewidth=1.1)
         axes.set_xlabel("position of the drafted token")
         axes.set_ylabel("acceptance rate α")
         axes.set_ylim(0, 1.03)
         axes.set_xticks(range(1, max(len(y) for _, y in drawn) + 1))
-        legend(axes, len(drawn))
+        page.legend(axes, len(drawn))
 
     rows = []
     for (r, y), of in zip(found, spans, strict=True):
@@ -160,7 +141,7 @@ def alpha(records: Sequence[EvalRecord]) -> Figure:
         + (f"{INTERVALS}. " if any(map(any, spans)) else "")
         + "A long whisker at the end means that few rounds came so far: do not read it." + left_out
     )  # fmt: skip
-    svg = drawing("alpha", plot, height=3.1 + 0.13 * len(drawn))
+    svg = page.drawing("alpha", plot, height=3.1 + 0.13 * len(drawn))
     return Figure("alpha", title, caption, svg, Table(("record", "position", "α [95 %]"), rows))
 
 
@@ -183,10 +164,10 @@ def rounds(records: Sequence[EvalRecord]) -> Figure:
         return Figure("round", title, missing="It needs a record of --batch 1; in a batch, requests share their time.")
 
     def plot(axes) -> None:
-        stacked_bars(axes, {k: {part: max(v[key], 0.0) for key, part in ROUND.items()} for k, v in splits.items()})
+        page.stacked_bars(axes, {k: {part: max(v[key], 0.0) for key, part in ROUND.items()} for k, v in splits.items()})
         for i, split in enumerate(splits.values()):
-            axes.plot([split["vanilla_token_ms"]] * 2, [i - 0.42, i + 0.42], color=INK, linewidth=2.2)
-        axes.plot([], [], color=INK, linewidth=2.2, label="a token without a draft")
+            axes.plot([split["vanilla_token_ms"]] * 2, [i - 0.42, i + 0.42], color=page.INK, linewidth=2.2)
+        axes.plot([], [], color=page.INK, linewidth=2.2, label="a token without a draft")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)
         axes.set_xlabel("milliseconds")
 
@@ -196,7 +177,7 @@ def rounds(records: Sequence[EvalRecord]) -> Figure:
         "A round pays if it commits more tokens than its bar is longer than the mark."
     )
     table = Table(("record", "draft ms", "verification ms", "rest ms", "token without ms"), rows)
-    return Figure("round", title, caption, drawing("round", plot, height=1.75 + 0.42 * len(splits)), table)
+    return Figure("round", title, caption, page.drawing("round", plot, height=1.75 + 0.42 * len(splits)), table)
 
 
 def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequence[EvalRecord]) -> Figure:
@@ -210,17 +191,17 @@ def _dots(name: str, what: str, key: str, axis: str, caption: str, records: Sequ
     def plot(axes) -> None:
         for i, (_, y, span) in enumerate(found):
             if span:
-                axes.plot(span, [i, i], color=color(0), linewidth=2)
-            axes.plot([y], [i], color=color(0), marker="o", markersize=7)
+                axes.plot(span, [i, i], color=page.color(0), linewidth=2)
+            axes.plot([y], [i], color=page.color(0), marker="o", markersize=7)
             axes.annotate(f"{y:.2f}", (y, i), (0, 8), textcoords="offset points", ha="center", fontsize=10)
-        axes.axvline(1, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
-        bars_from_left(axes, [_row_label(r) for r, _, _ in found])
+        axes.axvline(1, color=page.MUTED, linewidth=1.4, linestyle=(0, (4, 3)))
+        page.bars_from_left(axes, [_row_label(r) for r, _, _ in found])
         axes.margins(x=0.12)
         axes.set_xlabel(axis)
 
     rows = [[r.label, prompt_set(r) or "–", spanned(y, span)] for r, y, span in found]
     says = f"{INTERVALS}." if any(span for *_, span in found) else ""
-    svg = drawing(name, plot, height=1.1 + 0.46 * len(found))
+    svg = page.drawing(name, plot, height=1.1 + 0.46 * len(found))
     return Figure(name, title, caption.format(says), svg, Table(("record", "prompts", f"{what} [95 %]"), rows))
 
 

@@ -49,11 +49,6 @@ def sections_of(material: Material) -> page.Sections:
     return runs | records | joined | {"notes": material.notes}
 
 
-def write_report(material: Material, out: str | Path) -> None:
-    """Writes the report of the material. Raises ValueError if the file at `out` is no report of fledge."""
-    page.write_page(out, lambda: sections_of(material))
-
-
 def report_file(record: Path, say: Callable[[str], None]) -> None:
     """Draws the report of a record of `fledge eval --out` beside the record: record.html for record.json."""
     page.write_beside(record, record.with_suffix(".html"), lambda: sections_of(read([record])), say)

@@ -11,25 +11,8 @@ import numpy as np
 
 from fledge.io.display import escaped
 from fledge.io.fields import parse_json
-from fledge.report.page import (
-    Figure,
-    Sections,
-    Table,
-    color,
-    depth_color,
-    drawing,
-    legend,
-    listed,
-    mapping,
-    marked,
-    number,
-    numbers,
-    origin,
-    shown,
-    stacked_bars,
-    style,
-    write_beside,
-)
+from fledge.report import page
+from fledge.report.page import Figure, Sections, Table, listed, mapping, number, numbers, shown
 
 NAME = "report.html"
 METRICS = {  # fields of every step of a run
@@ -92,12 +75,10 @@ def read_run(path: Path, notes: list[str]) -> RunRecord:
 
 def report_run(directory: Path, say: Callable[[str], None]) -> None:
     """Draws the report of a complete run beside its metrics."""
-    write_beside(directory, directory / NAME, lambda: _sections_of(directory), say)
-
-
-def _sections_of(directory: Path) -> Sections:
     notes: list[str] = []
-    return training_sections([read_run(directory, notes)]) | {"notes": notes}
+    page.write_beside(
+        directory, directory / NAME, lambda: training_sections([read_run(directory, notes)]) | {"notes": notes}, say
+    )
 
 
 def training_sections(runs: Sequence[RunRecord]) -> Sections:
@@ -108,7 +89,7 @@ def training_sections(runs: Sequence[RunRecord]) -> Sections:
         "training_line": training_line(runs),
         "training": training_figures(runs),
         "vocabulary": [v for run in runs if (v := vocabulary(run))],
-        "origins": [origin(run.name, run.summary, run.recipe.get("fledge_version")) for run in runs],
+        "origins": [page.origin(run.name, run.summary, run.recipe.get("fledge_version")) for run in runs],
         "recipes": recipes(runs),
     }
 
@@ -148,13 +129,13 @@ def tau(runs: Sequence[RunRecord]) -> Figure:
     def plot(axes) -> None:
         for i, run in enumerate(runs):
             x, y = run.series(keys[run.name])
-            axes.plot(*thinned(x, smoothed(y)), **style(i, f"{run.name}, simulated"))
+            axes.plot(*thinned(x, smoothed(y)), **page.style(i, f"{run.name}, simulated"))
             x, y = run.series("eval_tau")
             if y:
-                axes.plot(x, y, **marked(i, f"{run.name}, decoded") | {"linestyle": "-", "linewidth": 0.8})
+                axes.plot(x, y, **page.marked(i, f"{run.name}, decoded") | {"linestyle": "-", "linewidth": 0.8})
         axes.set_xlabel("step")
         axes.set_ylabel("τ, tokens per round")
-        legend(axes, 2 * len(runs))
+        page.legend(axes, 2 * len(runs))
 
     caption = (
         "1 means that no drafted token is accepted. Line: simulated on the training rows. "
@@ -162,7 +143,7 @@ def tau(runs: Sequence[RunRecord]) -> Figure:
         "below simulated means that the target's own text differs from the training data: train on answers of the "
         "target (fledge regenerate)."
     )
-    svg = drawing("tau", plot, height=3.1 + 0.16 * len(runs))
+    svg = page.drawing("tau", plot, height=3.1 + 0.16 * len(runs))
     return Figure("tau", "Tokens per round (τ) over training", caption, svg)
 
 
@@ -173,14 +154,14 @@ def acceptance(runs: Sequence[RunRecord]) -> Figure:
     def plot(axes) -> None:
         for i, (name, (steps, rows)) in enumerate(data.items()):
             for k in range(len(rows[0]) if rows and len(data) == 1 else min(1, len(rows))):
-                looks = style(i, name)
+                looks = page.style(i, name)
                 if len(data) == 1:
-                    looks = {"color": depth_color(k, len(rows[0])), "linestyle": "-", "label": f"position {k + 1}"}
+                    looks = {"color": page.depth_color(k, len(rows[0])), "linestyle": "-", "label": f"position {k + 1}"}
                 axes.plot(*thinned(steps, smoothed([row[k] for row in rows])), **looks)
         axes.set_xlabel("step")
         axes.set_ylabel("acceptance rate α")
         axes.set_ylim(0, 1)
-        legend(axes, len(axes.lines))
+        page.legend(axes, len(axes.lines))
 
     title = "Acceptance over training" if len(runs) == 1 else "Acceptance of the first drafted token over training"
     caption = (
@@ -190,7 +171,7 @@ def acceptance(runs: Sequence[RunRecord]) -> Figure:
         + "It falls with the position, since the draft continues from its own tokens; a steep fall asks for training "
         "with more --depth."
     )
-    return Figure("acceptance", title, caption, drawing("acceptance", plot, height=3.1 + 0.1 * len(runs)))
+    return Figure("acceptance", title, caption, page.drawing("acceptance", plot, height=3.1 + 0.1 * len(runs)))
 
 
 def step_parts(runs: Sequence[RunRecord]) -> Figure:
@@ -198,7 +179,7 @@ def step_parts(runs: Sequence[RunRecord]) -> Figure:
     means = {run.name: _mean_parts(run) for run in runs}
 
     def plot(axes) -> None:
-        stacked_bars(axes, {name: {PARTS[k]: 1e3 * v for k, v in found.items()} for name, found in means.items()})
+        page.stacked_bars(axes, {name: {PARTS[k]: 1e3 * v for k, v in found.items()} for name, found in means.items()})
         axes.set_xlabel("milliseconds per step")
 
     rows = [[name, PARTS[k], shown(1e3 * v, 2)] for name, found in means.items() for k, v in found.items()]
@@ -207,7 +188,7 @@ def step_parts(runs: Sequence[RunRecord]) -> Figure:
         "Much waiting for data: more --data-workers or a faster disk. Mostly target: store its hidden states once "
         "(fledge features)."
     )
-    svg = drawing("step-parts", plot, height=1.5 + 0.42 * len(means))
+    svg = page.drawing("step-parts", plot, height=1.5 + 0.42 * len(means))
     return Figure("step-parts", "Time of a step by part", caption, svg, Table(("run", "part", "ms per step"), rows))
 
 
@@ -219,15 +200,15 @@ def _lines(name: str, title: str, caption: str, runs: Sequence[RunRecord], panel
             for i, run in enumerate(runs):
                 x, y = run.series(key)
                 if len(runs) == 1 and len(y) > 1 and key != "lr":
-                    axes.plot(*thinned(x, y), color=color(0), linewidth=0.6, alpha=0.3)
+                    axes.plot(*thinned(x, y), color=page.color(0), linewidth=0.6, alpha=0.3)
                 # a mean of learning rates would be a value that no step used
                 shape = y if key in ("lr", "peak_gib") else smoothed(y)
-                axes.plot(*thinned(x, shape), **style(i, run.name))
+                axes.plot(*thinned(x, shape), **page.style(i, run.name))
             axes.set_ylabel(label)
         all_axes[-1].set_xlabel("step")
-        legend(all_axes[0], len(runs))
+        page.legend(all_axes[0], len(runs))
 
-    svg = drawing(name, plot, panels=len(panels), height=1.6 + 1.4 * len(panels) + 0.1 * len(runs))
+    svg = page.drawing(name, plot, panels=len(panels), height=1.6 + 1.4 * len(panels) + 0.1 * len(runs))
     return Figure(name, title, caption, svg)
 
 
