@@ -336,8 +336,3 @@ class Trace:
     def __repr__(self) -> str:
         rounds = "1 round" if len(self.rounds) == 1 else f"{len(self.rounds)} rounds"
         return f"<Trace of {rounds}, τ {self.tau:.2f}, {self.t_total:.2f} s>"
-
-
-def without_processors(sampling: Sampling) -> Sampling:
-    """The same parameters without `processors`, which JSON cannot represent."""
-    return replace(sampling, processors=())

@@ -18,7 +18,7 @@ from fledge.data.template import ChatTemplate
 from fledge.drafts.registry import NETWORKS
 from fledge.drafts.weights import CONFIG, FLOATS, complete_config, find_damage, marked_ids, meta_draft, tensor_problems
 from fledge.engines.support import PLACES, TITLES, layers_read, value_at
-from fledge.io.fields import format_value, read_json, shortened
+from fledge.io.fields import format_value, read_json, shortened, some_of
 from fledge.io.files import read_consistent
 from fledge.io.fingerprints import template_sha256, vocabulary_sha256
 from fledge.io.formats import deviations, flat_config, is_speculators, to_engine
@@ -32,7 +32,6 @@ ADDED_EMBEDDING = (
     "vLLM reads tokens through it in place of the target's: acceptance of a few percent, or failure if its size differs"
 )
 COPY = "copy the draft again, or write it again from its run (fledge train --init-from RUN/checkpoint)"
-MOST_NAMES = 3  # at most so many tensors are named in a sentence
 # the symptoms of a file that lacks tensors, and of tensors that are not part of the draft
 MISSING = (
     "vLLM and SGLang load most such files without a message, with norms left at 1, matrices uninitialized and the "
@@ -198,8 +197,7 @@ def _embedding_was_added(draft: DraftOnDisk, record: ProbeRecord | None) -> bool
 
 def _listed(names: Sequence[str]) -> str:
     """The first names of tensors, with "is" or "are"."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"{', '.join(map(shortened, names[:MOST_NAMES]))}{more} {'is' if len(names) == 1 else 'are'}"
+    return f"{some_of([*map(shortened, names)])} {'is' if len(names) == 1 else 'are'}"
 
 
 def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[Finding]:

@@ -25,7 +25,7 @@ from fledge.decode.draft_size import AT_CHANCE
 from fledge.drafts.weights import DraftFiles, build_draft, check_draft, meta_draft, open_draft, tensor_problems
 from fledge.engines.export import export
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
-from fledge.io.fields import parse_dtype
+from fledge.io.fields import parse_dtype, some_of
 from fledge.io.fingerprints import target_sha256
 from fledge.io.formats import to_engine
 from fledge.io.machine import free_bytes, resolve_device
@@ -409,9 +409,8 @@ def _changed(changed: Sequence[str], written_as: dict[str, str]) -> str:
         return "; ".join(moved)
     if not changed:
         return "the weights are those of training, but the draft computes something else with them"
-    names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
     kind = "of another step or draft, or changed by a conversion"
-    return f"{names} {'is' if len(changed) == 1 else 'are'} not what training wrote: {kind}"
+    return f"{some_of(changed, 4)} {'is' if len(changed) == 1 else 'are'} not what training wrote: {kind}"
 
 
 def decoding_findings(

@@ -22,7 +22,7 @@ from fledge.config import DraftConfig, RopeConfig
 from fledge.drafts.weights import DraftFiles, dtype_name, encode_files, portable_tensors
 from fledge.engines.support import ENGINES, TITLES, minimum_version, unsupported
 from fledge.io.fields import CONFIG as FLAT_FIELDS
-from fledge.io.fields import shortened
+from fledge.io.fields import shortened, some_of
 from fledge.io.formats import CLASSES, DRAFT_FIELDS, NORM_FIELDS, REFUSED_FIELDS, is_speculators, to_engine
 from fledge.io.hub import split_revision
 from fledge.io.tensors import WEIGHTS, stray_readers
@@ -189,7 +189,7 @@ def _differences(
     """Phrases about differences of `hf` and `tensors` from a draft's current files, of parts that the engine reads."""
     found, fields = [] if draft.file == WEIGHTS else [f"weights in {WEIGHTS}, not {draft.file}"], []
     if strays := [name for name in draft.strays if engine in stray_readers(name)]:
-        found.append(f"without {_listed(strays)}, with other weights")
+        found.append(f"without {some_of(strays)}, with other weights")
     if is_speculators(draft.hf) != is_speculators(hf):
         found.append("config.json in " + ("speculators' format" if is_speculators(hf) else "the flat layout"))
     elif is_speculators(hf):
@@ -202,8 +202,8 @@ def _differences(
         return tuple(found)
     added, removed = sorted(tensors.keys() - draft.names), sorted(draft.names - tensors.keys())
     if added or removed:
-        instead = f" instead of {_listed(removed)}" if removed else ""
-        found.append(f"tensors {_listed(added)}{instead}" if added else f"without the tensors {_listed(removed)}")
+        instead = f" instead of {some_of(removed)}" if removed else ""
+        found.append(f"tensors {some_of(added)}{instead}" if added else f"without the tensors {some_of(removed)}")
     return tuple(found)
 
 
@@ -267,11 +267,6 @@ def _text(value: Any, other: Any) -> str:
 def _value(name: str, hf: dict[str, Any]) -> Any:
     value = hf.get(name)
     return None if value == DEFAULTS.get(name, False) else value
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def describe_files(files: DraftFiles) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,7 +121,6 @@ EAGLE_CONFIG = {
     "norm_before_fc": FLAG,
     "use_aux_hidden_state": FLAG,
 }
-DFLASH_CONFIG = {"mask_token_id": TOKEN}
 FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "method": TEXT,
     "aux_layers": LAYERS,
@@ -138,18 +137,6 @@ FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "max_length": POSITIONS,
     "coverage": non_negative(1),
 }
-SPECULATORS = {  # fields that only speculators' format has, and shared fields that `io.formats` reads
-    "speculators_model_type": TEXT,
-    "speculators_config": OBJECT,
-    "transformer_layer_config": OBJECT,
-    "fledge": OBJECT,
-    "layernorms": FLAG,
-    "fusion_bias": FLAG,
-    "norm_before_residual": FLAG,
-}
-SPECULATORS_CONFIG = {"verifier": OBJECT, "proposal_methods": list_of(OBJECT, 64)}
-PROPOSAL = {"speculative_tokens": integer(1, 64)}
-VERIFIER = {"name_or_path": TEXT}
 CONFIG = {
     "architectures": list_of(TEXT, 64),
     **dict.fromkeys(("model_type", "hidden_act"), TEXT),
@@ -244,6 +231,12 @@ def first_line(error: BaseException) -> str:
 def shortened(text: str) -> str:
     """A string from a file as text for error messages, cut after MAX_SHOWN characters."""
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + ".."
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first `most` names and the number of further names, as text for messages."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def check_template_kwargs(kwargs: dict[str, Any], name: str) -> dict[str, Any]:

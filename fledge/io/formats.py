@@ -13,17 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fledge.io.fields import (
-    CONFIG,
-    DFLASH_CONFIG,
-    EAGLE_CONFIG,
-    PROPOSAL,
-    SPECULATORS,
-    SPECULATORS_CONFIG,
-    VERIFIER,
-    Fields,
-    format_value,
-)
+from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLAG, OBJECT, TEXT, TOKEN, Fields, format_value, integer, list_of
 from fledge.methods import Method
 
 # An engine's id of a hidden state minus fledge's id. fledge numbers hidden states as transformers' `hidden_states`: id
@@ -49,6 +39,18 @@ LAYER_TYPES = ("llama", "qwen3")
 DRAFT_FIELDS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
 NORM_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 MASK_FIELDS = ("mask_token_id", "ptd_token_id")  # early versions of speculators write ptd_token_id
+SPECULATORS = {  # fields that only speculators' format has, and shared fields that are read from it
+    "speculators_model_type": TEXT,
+    "speculators_config": OBJECT,
+    "transformer_layer_config": OBJECT,
+    "fledge": OBJECT,
+    "layernorms": FLAG,
+    "fusion_bias": FLAG,
+    "norm_before_residual": FLAG,
+}
+SPECULATORS_CONFIG = {"verifier": OBJECT, "proposal_methods": list_of(OBJECT, 64)}
+PROPOSAL = {"speculative_tokens": integer(1, 64)}
+VERIFIER = {"name_or_path": TEXT}
 
 
 def is_speculators(hf: dict[str, Any]) -> bool:
@@ -103,6 +105,7 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
 # fields that only `deviations` reads; engines ignore the fields, except for the values that it lists
 REFUSED_FIELDS = ("layer_types", "sliding_window", "quantization_config", "logit_scale", "dflash_config",
           "dspark_noise_token_id")  # fmt: skip
+DFLASH_CONFIG = {"mask_token_id": TOKEN}
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of the mask token's id
 
 

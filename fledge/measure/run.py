@@ -20,7 +20,7 @@ from fledge.measure.prompts import answers_of, conversation, first_prompt, sprea
 from fledge.measure.record import speedup_interval, tau_interval
 from fledge.ops.sampling import TOKEN, gumbel
 from fledge.targets.interface import ReferenceDecoding
-from fledge.types import Prompt, Sampling, Tree, without_processors
+from fledge.types import Prompt, Sampling, Tree
 
 BASELINE = None  # the name of the arm without a draft; every arm with a draft has the name of an engine
 SAMPLES = 3  # sample answers in a record
@@ -122,7 +122,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
         "mean_new_tokens": sum(len(c.tokens) for c in with_draft) / len(with_draft),
         # in a batch, the time of a request includes the prefill of other requests
         "round": _round_times(with_draft, without) if batch == 1 else None,
-        "sampling": asdict(without_processors(sampling)),
+        "sampling": asdict(replace(sampling, processors=())),  # JSON has no processors
         "batch": batch,
         **engine.drafting.record(),
         "target": engine.target.name,
