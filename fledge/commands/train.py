@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fledge.data.sources import Source
 from fledge.options import names_of
 from fledge.train.setup.options import OUT, TrainOptions, replace_aliases
 
@@ -113,9 +111,6 @@ def _train(
     return training.metrics
 
 
-_DEFAULTS: dict[str, Any] = {"target": None, "data": (), "out": OUT}  # defaults of parameters of `train_draft`
-
-
 @dataclass(frozen=True)
 class TrainedDraft:
     """The result of `train_draft`: the directory of the draft, and the metrics of the last step."""
@@ -156,34 +151,29 @@ def train_draft(
 
 def _options(target: Any, data: Any, out: Any, options: dict[str, Any]) -> TrainOptions:
     """The options as `TrainOptions`. An option counts as given unless it is None or a default of `train_draft`."""
-    named = {"target": target, "data": data, "out": out}
-    named = {name: value for name, value in named.items() if value is not None and value != _DEFAULTS[name]}
-    options = {name: value for name, value in options.items() if value is not None}
-    options = replace_aliases(named | options, str)
+    from fledge.train.setup.recipe_file import as_option
+
+    named = {"target": target, "data": data or None, "out": None if out == OUT else out} | options
+    options = replace_aliases({name: value for name, value in named.items() if value is not None}, str)
     known = names_of(TrainOptions)
     if unknown := options.keys() - set(known):
         name = min(unknown)
         near = difflib.get_close_matches(name, known, 1)
         cure = f"did you mean {near[0]}?" if near else "TrainOptions lists them"
         raise TypeError(f"{name} is not an option of training; {cure}")
-    target, data, out = (options.get(name, default) for name, default in _DEFAULTS.items())
-    sources = [data] if isinstance(data, str | Path | Mapping) else data
     if options.get("dry_run"):
         raise ValueError("dry_run is an option of the command, fledge train --dry-run; leave it out")
-    texts = [str(Source.parse(source)) if isinstance(source, Mapping) else _text(source) for source in sources]
-    options |= dict(target=target, data=texts, out=out)
-    if isinstance(kwargs := options.get("template_kwargs"), dict):
-        options["template_kwargs"] = json.dumps(kwargs)
-    if isinstance(layers := options.get("aux_layers"), list | tuple):
-        options["aux_layers"] = ",".join(map(str, layers))
-    options = {name: _text(value) for name, value in options.items()}
-    defaults = _DEFAULTS | {"data": []}
+    options = {name: as_option(name, _plain(value)) for name, value in options.items()}
+    defaults = {"data": [], "out": OUT}
     given = {name for name, value in options.items() if value != defaults.get(name)}
     return TrainOptions(**options, given=frozenset(given))
 
 
-def _text(value: Any) -> Any:
-    """A path, or the name of a torch dtype, as a string; other values unchanged."""
+def _plain(value: Any) -> Any:
+    """A path, or the name of a torch dtype, as a string, and a sequence as a list of such values; other values
+    unchanged."""
     import torch
 
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(one) for one in value]
     return str(value).removeprefix("torch.") if isinstance(value, Path | torch.dtype) else value

@@ -268,7 +268,7 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
         if name in RUN_ONLY:
             raise ValueError(f"{file}: {name} cannot be set in a file; give {flag_of(name)} on the command line")
         try:
-            values[name] = _as_option(name, value)
+            values[name] = as_option(name, value)
         except ValueError as e:
             raise ValueError(f"{file}: {name}: {e}") from e
         if problem := validation_problem(TrainOptions, name, values[name]):
@@ -276,13 +276,13 @@ def _options_in(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return values
 
 
-def _as_option(name: str, value: Any) -> Any:
-    """Converts the alternative forms that a file may use: a single data source, a source with options, a list of
-    layers, a mapping of template variables."""
-    if name == "data" and isinstance(value, str | dict):
-        return _as_option(name, [value])
+def as_option(name: str, value: Any) -> Any:
+    """Converts the alternative forms that a file and `train_draft` may use: a single data source, a source with
+    options, a list of layers, a mapping of template variables."""
+    if name == "data" and isinstance(value, str | Mapping):
+        return as_option(name, [value])
     if name == "data" and isinstance(value, list):
-        return [str(Source.parse(source)) if isinstance(source, dict) else source for source in value]
+        return [str(Source.parse(source)) if isinstance(source, Mapping) else source for source in value]
     if name == "aux_layers" and has_type(list[int], value):
         return ",".join(map(str, value))
     if name == "aux_layers" and has_type(int, value):
