@@ -9,19 +9,8 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from fledge.check.probe import (
-    FAR,
-    FOLDER,
-    FORMAT,
-    RECORD,
-    STEPS,
-    TENSORS,
-    Excerpt,
-    Probe,
-    ProbeDecoding,
-    ProbeRecord,
-    read_ids,
-)
+from fledge.check import probe
+from fledge.check.probe import RECORD, TENSORS, Excerpt, Probe, ProbeDecoding, ProbeRecord
 from fledge.io.fields import LAYERS, OBJECT, TEXT, Fields, Kind, first_line, integer, list_of, non_negative, read_json
 from fledge.io.hub import draft_directory
 from fledge.states.layout import PRECISIONS
@@ -30,7 +19,7 @@ _CHATS = list_of(Kind("a string of at most 100,000 characters", lambda x: isinst
 _IDS = list_of(integer(0, 2**24), 4096)
 _COUNTS = list_of(integer(0, 2**20), 256)
 _RECORD = {
-    "format": integer(1, FORMAT),
+    "format": integer(1, probe.FORMAT),
     "versions": OBJECT,
     "config": OBJECT,
     "tensors": OBJECT,
@@ -38,8 +27,8 @@ _RECORD = {
     "chats": _CHATS,
     "precision": Kind(f"float64 or one of {', '.join(PRECISIONS)}", lambda x: x in ("float64", *PRECISIONS)),
     "layers": LAYERS,
-    "steps": integer(1, STEPS),
-    "spacings": list_of(integer(1, FAR), 4),
+    "steps": integer(1, probe.STEPS),
+    "spacings": list_of(integer(1, probe.FAR), 4),
     "decoding": OBJECT,
     "step": integer(0, 2**40),
     "eval_tau": non_negative(1e3),
@@ -66,7 +55,7 @@ def read_probe(directory: Path) -> Probe | None:
         record = _read_record(read_json(files[1]))
         return _assembled(load(files[0].read_bytes()), record)
     except Exception as e:  # safetensors, JSON and tensors of wrong shapes raise many types
-        raise ValueError(f"the probe in {directory / FOLDER} cannot be read ({first_line(e)})") from e
+        raise ValueError(f"the probe in {directory / probe.FOLDER} cannot be read ({first_line(e)})") from e
 
 
 def _read_record(content: Any) -> ProbeRecord:
@@ -92,8 +81,8 @@ def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
     config = record.draft_config
     token_N, id_J = tensors["tokens"].long(), tensors["draft_ids"].long()
     excerpt = Excerpt(token_N, tensors["states"], record.steps)
-    id_U = read_ids(excerpt, config)
-    probe = Probe(excerpt, id_U, tensors["embedding"], id_J, tensors.get("head"), tensors["logits"].float(), record)
+    id_U = probe.read_ids(excerpt, config)
+    found = Probe(excerpt, id_U, tensors["embedding"], id_J, tensors.get("head"), tensors["logits"].float(), record)
     A = len(record.layers) if config.family.reads_layers else 1
     wanted = {
         "states": (excerpt.states_TAD.shape[0], A, config.target_hidden_size),
@@ -105,7 +94,7 @@ def _assembled(tensors: Mapping[str, Tensor], record: ProbeRecord) -> Probe:
             raise ValueError(f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}")
     if excerpt.start < 0 or int(id_J.max()) >= config.draft_vocab_size or int(id_J.min()) < 0:
         raise ValueError("its tokens do not fit its config")
-    return probe
+    return found
 
 
 def probe_content(name: str | Path) -> dict[str, bytes]:

@@ -54,7 +54,7 @@ def draft_sizes(recipe: Recipe, planned: PreparedTarget) -> Draft:
 def _existing_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Document], say: Say) -> Draft:
     """The draft of --init-from. Raises ValueError if it does not fit the data or --train-embeddings."""
     target, draft = prepared.target, load_draft(recipe.options.init_from)
-    coverage = coverage_of(draft.target_ids(), documents, target.embedding.shape[0])
+    coverage = _covered(draft.target_ids(), _counts(documents, target.embedding.shape[0]))
     say(f"the draft vocabulary covers {_coverage_text(coverage)}")
     draft.config = draft.config.with_provenance(coverage=coverage, **_provenance(recipe, prepared))
     mask = draft.config.mask_token_id
@@ -151,14 +151,6 @@ def choose_vocabulary(
     return ids_W, _covered(ids_W, counts)
 
 
-def coverage_of(ids_W: Tensor, documents: Sequence[Document], vocab_size: int) -> float:
-    """The fraction of supervised tokens that the target ids `ids_W` cover.
-
-    Raises ValueError if a token is not below `vocab_size`.
-    """
-    return _covered(ids_W, _counts(documents, vocab_size))
-
-
 def missing_from(ids_W: Tensor, documents: Sequence[Document], vocab_size: int, most: int) -> list[tuple[int, int]]:
     """The `most` frequent supervised tokens that the target ids `ids_W` lack, as (token id, number of occurrences), the
     most frequent first; ties go to the lower id. Raises ValueError if a token is not below `vocab_size`."""
@@ -168,6 +160,7 @@ def missing_from(ids_W: Tensor, documents: Sequence[Document], vocab_size: int, 
 
 
 def _covered(ids_W: Tensor, counts_V: np.ndarray) -> float:
+    """The fraction of supervised tokens that the target ids `ids_W` cover."""
     return int(counts_V[ids_W.numpy()].sum()) / max(int(counts_V.sum()), 1)
 
 
