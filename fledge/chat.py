@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from fledge.io.display import TINTS, Pieces, escaped, format_message, write_tinted
+from fledge.io.display import escaped, format_message
+from fledge.io.results import TINTS, Pieces, write_tinted
 from fledge.options import default_new_tokens
 from fledge.types import Sampling
 

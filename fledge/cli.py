@@ -37,18 +37,11 @@ from fledge.commands import (
     train,
 )
 from fledge.commands import inspect as inspect_draft
-from fledge.io.display import (
-    ProgressDisplay,
-    ResultPrinter,
-    fit,
-    fit_stream,
-    format_message,
-    print_error,
-    redirect_to_devnull,
-)
+from fledge.io.display import ProgressDisplay, fit, fit_stream, format_message, print_error, redirect_to_devnull
 from fledge.io.fields import DTYPES
 from fledge.io.hub import show_progress
 from fledge.io.machine import ignore_signals, is_assembler_error, stopping_signals
+from fledge.io.results import ResultPrinter
 from fledge.measure.options import EvalOptions
 from fledge.options import Options, aliases_of, default_of, flag_of, option_fields, panels_of
 from fledge.regenerate.options import RegenerateOptions
@@ -309,9 +302,9 @@ def _fail(reason: object) -> None:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         print_error(reason)
     else:
-        from fledge.train.ranks import error_sentence, first_to_say
+        from fledge.train.ranks import error_sentence
 
-        if first_to_say(sentence := error_sentence(reason)):
+        if launch.first_to_say(sentence := error_sentence(reason)):
             print_error(sentence)
     try:
         sys.stdout.flush()

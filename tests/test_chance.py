@@ -15,7 +15,7 @@ from fledge.data.record import Record
 from fledge.decode.draft_size import CHANCE_ROUNDS, ChanceWarning, ChanceWatch
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
-from fledge.io.display import held_warnings
+from fledge.io.results import held_warnings
 from fledge.measure.evaluator import greedy_traces
 from fledge.types import Round, Sampling, Trace
 from support.targets import tiny_draft, tiny_target, tiny_target_directory

@@ -16,7 +16,7 @@ from fledge.commands.chat import converse, execute
 from fledge.data.answering import AnswerWarning
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
-from fledge.io.display import TINTS
+from fledge.io.results import TINTS
 from fledge.types import Sampling
 from support.targets import (
     CHANNEL,

@@ -24,7 +24,7 @@ from fledge.drafts.weights import save_draft
 from fledge.io.files import exclusive_lock, sibling_path
 from fledge.measure.prompts import read_prompts
 from fledge.measure.record import is_record
-from fledge.measure.table import summary_lines
+from fledge.measure.table import figure_lines, notices
 from fledge.regenerate.answerers import OwnEngine
 from fledge.targets.loading import load_target
 from fledge.targets.parts import ModelTarget
@@ -613,10 +613,10 @@ def test_eval_writes_a_whole_record(made, draft, fledge, tmp_path):
     table = fledge(*words)
     assert table.code == 0 and "identical" in table.out
     for speedup, disturbed in ((record["tau"] + 0.1, True), (record["tau"] - 0.1, False)):
-        assert any("above τ is not" in line for line in summary_lines(record | {"speedup": speedup})) == disturbed
+        assert any("above τ is not" in line for line in notices(record | {"speedup": speedup})) == disturbed
     paused = record | {"depth": "auto", "paused": 0.5, "pause_reason": "a round takes too long"}
-    assert "Speculation paused in 50% of the rounds: a round takes too long." in summary_lines(paused)
-    assert "Speculation paused in 50% of the rounds." in summary_lines(paused | {"pause_reason": ""})
+    assert "Speculation paused in 50% of the rounds: a round takes too long." in figure_lines(paused)
+    assert "Speculation paused in 50% of the rounds." in figure_lines(paused | {"pause_reason": ""})
     trees = json.loads(fledge(*words, "--json", "--draft-mode", "tree", "--tree-nodes", 20, "--tree-width", 4).out)
     assert trees["identical"] == 3 and trees["tau"] >= record["tau"]
     assert trees["tau"] == tau_by_definition(load(made / "target", draft, mode="tree", nodes=20, width=4), asked, 16)

@@ -19,7 +19,8 @@ import pytest
 from fledge.cli import app
 from fledge.commands import demo
 from fledge.commands.generate import GenerateOptions
-from fledge.io.display import TINTS, ProgressDisplay
+from fledge.io.display import ProgressDisplay
+from fledge.io.results import TINTS
 from fledge.measure.options import EvalOptions
 from fledge.train.setup.options import TrainOptions
 from support.commands import Ran

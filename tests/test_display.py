@@ -161,7 +161,7 @@ def test_messages_have_no_other_way():
     the version."""
     exact = {"record_text(record)", "json.dumps(as_json(report), indent=2)", "shlex.join(command)"}
     found = set()
-    for file in [ROOT / "fledge/cli.py", ROOT / "fledge/io/display.py", *(ROOT / "fledge/commands").rglob("*.py")]:
+    for file in [ROOT / "fledge/cli.py", *(ROOT / "fledge/io").glob("*.py"), *(ROOT / "fledge/commands").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 found.add(ast.unparse(node.args[0]))

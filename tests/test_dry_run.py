@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 
 import fledge as package
-from fledge.io.display import ProgressDisplay, ResultPrinter
+from fledge.io.display import ProgressDisplay
+from fledge.io.results import ResultPrinter
 from fledge.train.setup import dry_run, launch
 from fledge.train.setup.run import DoesNotFit
 from support.chats import tiny_chats

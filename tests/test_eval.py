@@ -15,9 +15,10 @@ from fledge.decode.load import load
 from fledge.decode.propose import Proposer
 from fledge.decode.rounds import RoundState
 from fledge.drafts.draft import Draft
-from fledge.measure.metrics import alpha, alpha_text, chain_gains, repeated_ngrams, tau
+from fledge.measure.metrics import alpha, alpha_text, tau
 from fledge.measure.prompts import prompt_of, read_prompts, spread
-from fledge.measure.run import _gaps, _round_times, evaluate, near_ties
+from fledge.measure.run import _gaps, _round_times, evaluate, near_ties, repeated_ngrams
+from fledge.measure.table import chain_gains
 from fledge.targets.loading import load_target
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Round, Sampling, Trace, Tree

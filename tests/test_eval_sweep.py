@@ -23,7 +23,8 @@ from fledge.data.record import Record
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.drafts.weights import save_draft
-from fledge.io.display import ProgressDisplay, ResultPrinter
+from fledge.io.display import ProgressDisplay
+from fledge.io.results import ResultPrinter
 from fledge.measure import record as record_module
 from fledge.measure import run as eval_run
 from fledge.measure import table as table_module

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from fledge import train_draft
 from fledge.data.pack import Rows
-from fledge.io.display import ProgressDisplay, ResultPrinter
+from fledge.io.display import ProgressDisplay
+from fledge.io.results import ResultPrinter
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures

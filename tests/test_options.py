@@ -136,7 +136,7 @@ READERS = {  # the commands that print a module's messages; all commands for oth
     "chat.py": ("chat",),
     **{f"regenerate/{file.name}": ("regenerate",) for file in (ROOT / "regenerate").iterdir()},
     **dict.fromkeys(("publish/card.py", "publish/upload.py"), ("push",)),
-    **dict.fromkeys(("commands/evaluate.py", "measure/compare.py", "measure/server.py", "measure/table.py"), ("eval",)),
+    **dict.fromkeys(("commands/evaluate.py", "measure/run.py", "measure/server.py", "measure/table.py"), ("eval",)),
     "engines/client.py": ("regenerate", "eval"),
     "measure/endpoint.py": ("eval",),
     "measure/prompts.py": ("eval",),

@@ -46,8 +46,9 @@ from fledge.train.checkpoint import RunDirectory
 from fledge.train.hooks import Checkpoints, Drafts, MetricsFile
 from fledge.train.optim import MasterOptimizer
 from fledge.train.plan import DropTokens
-from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence, first_to_say
+from fledge.train.ranks import ALONE, RankError, Ranks, _grouped, error_sentence
 from fledge.train.row_pass import Objective
+from fledge.train.setup.launch import first_to_say
 from fledge.train.setup.options import TrainOptions
 from fledge.train.trainer import Run, Schedule
 from fledge.types import Prompt

@@ -19,7 +19,8 @@ from fledge.commands.generate import run as generate
 from fledge.decode.engine import Engine
 from fledge.drafts.weights import save_draft
 from fledge.io import display as show_module
-from fledge.io.display import KEPT_END, KEPT_START, ProgressDisplay, ResultPrinter, escaped, format_message
+from fledge.io.display import KEPT_END, KEPT_START, ProgressDisplay, escaped, format_message
+from fledge.io.results import ResultPrinter
 from fledge.measure.table import print_table
 from support.chats import tiny_chats
 from support.files import rows_of, write_rows

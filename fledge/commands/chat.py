@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.decode.options import DecodeOptions, prepare_rounds
-from fledge.io.display import held_warnings
+from fledge.io.results import held_warnings
 from fledge.options import opt
 
 if TYPE_CHECKING:

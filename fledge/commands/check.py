@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fledge.io.display import ProgressDisplay, ResultPrinter, print_error
+from fledge.io.display import ProgressDisplay, print_error
+from fledge.io.results import ResultPrinter
 from fledge.options import Options, dtype_option, opt, trust_remote_code_option
 
 if TYPE_CHECKING:

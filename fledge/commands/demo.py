@@ -23,7 +23,8 @@ from fledge.options import Options, flag_of, opt
 from fledge.train.setup.options import TrainOptions
 
 if TYPE_CHECKING:
-    from fledge.io.display import ProgressDisplay, ResultPrinter
+    from fledge.io.display import ProgressDisplay
+    from fledge.io.results import ResultPrinter
 
 MODELS, TEXTS = ("target", "draft"), ("chats.jsonl.gz", "prompts.jsonl")  # in fledge/demo, and copied to OUT
 QUESTION = "Omar buys 4 books for 9 dollars each and pays with 50 dollars. How much change is there?"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fledge.io.display import ResultPrinter
+from fledge.io.results import ResultPrinter
 from fledge.measure.options import EvalOptions
 
 
@@ -54,7 +54,7 @@ def run(
         from fledge.measure.server import measure_server
 
         return measure_server(options, progress, show)
-    from fledge.measure.compare import compare_drafts
+    from fledge.measure.run import compare_drafts
 
     return compare_drafts(options, progress, show)
 

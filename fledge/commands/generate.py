@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fledge.decode.options import DecodeOptions, prepare_rounds
-from fledge.io.display import escaped, held_warnings, write_tinted
+from fledge.io.display import escaped
+from fledge.io.results import held_warnings, write_tinted
 from fledge.options import opt
 
 if TYPE_CHECKING:

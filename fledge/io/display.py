@@ -1,4 +1,4 @@
-"""Terminal output of the commands: messages and progress on standard error, results on standard output.
+"""Terminal output of the commands on standard error: messages and progress; and how texts are shown.
 
 Text from files and models is escaped, so that no terminal interprets control characters.
 """
@@ -9,12 +9,10 @@ import os
 import re
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
@@ -27,23 +25,14 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.style import Style
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 KEPT_START, KEPT_END = 1400, 600  # printed characters at the start and at the end of a longer message
 LINE_INTERVAL = 20  # seconds between two progress lines, where standard error is not a terminal
 SPEED_WINDOW = 600  # seconds over which the speed is averaged to estimate the remaining time
-MIN_LABEL_WIDTH = 16  # terminal columns that a table's row labels get at least
 MIN_BAR_WIDTH = 80  # a narrower terminal (in columns) shows no bar, only the counts
 MIN_SPEED_WIDTH = 50  # a narrower terminal (in columns) shows no speed
-
-# colours of drafted tokens by depth, with the last colour for all greater depths; every colour has a contrast of at
-# least 3.5 with black and with white
-TINTS = ("#00875f", "#0087af", "#5f5fff", "#af5fd7")
-STYLES = (Style(), *(Style(color=tint) for tint in TINTS))
-
-Pieces = list[tuple[str, int]]  # pieces of a text, each with a proposer (fledge.decode.request)
 
 # control characters, line separators, lone surrogates, and characters that change the direction of text
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -87,85 +76,16 @@ def fit_stream(text: str, stream: TextIO) -> str:
     return fit(text, console.width) if console.is_terminal else text
 
 
-@contextmanager
-def held_warnings() -> Iterator[None]:
-    """Context manager: shows the block's warnings after the block, so that no warning interrupts a line of text."""
-    held: list[tuple[Any, Any]] = []
-    show = warnings.showwarning
-    warnings.showwarning = lambda *given, **more: held.append((given, more))
-    try:
-        yield
-    finally:
-        warnings.showwarning = show
-        for given, more in held:
-            show(*given, **more)
-
-
 def print_error(error: object) -> None:
     """Prints an error message to standard error. Does nothing if standard error is closed."""
     stream = FaultTolerantStream(sys.stderr)
     print(fit_stream(f"fledge: {format_message(error)}", stream), file=stream, flush=True)
 
 
-class _ResultConsole(Console):
-    """A console on standard output that raises BrokenPipeError, like `print`, when the pipe is closed."""
-
-    def __init__(self) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False)
-
-    def on_broken_pipe(self) -> None:
-        raise  # re-raises the BrokenPipeError that rich is handling
-
-
-def _print_line(console: Console, line: str) -> None:
+def print_line(console: Console, line: str) -> None:
+    """Prints a line, escaped. On a terminal, the line is broken at spaces."""
     text = format_message(line)
     console.print(fit(text, console.width) if console.is_terminal else text, soft_wrap=True)
-
-
-class ResultPrinter:
-    """Prints a job's results, lines and tables, to standard output. On a terminal, lines are broken at spaces."""
-
-    def __init__(self) -> None:
-        self.console = _ResultConsole()
-
-    def print(self, line: str) -> None:
-        _print_line(self.console, line)
-
-    def amounts(self, heading: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Prints labelled amounts: as a table of two columns on a terminal, else a line for each amount."""
-        if self.console.is_terminal:
-            labels, amounts = zip(*rows, strict=True)
-            self.table({heading: labels, "": amounts}, optional=())
-            return
-        for label, amount in rows:
-            self.print(f"{heading}: {label}: {amount}")
-
-    def table(self, columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> list[str]:
-        """Prints a table of columns by heading. The first column holds the row labels and wraps if needed.
-
-        If the table is still too wide, columns in `optional` are omitted, in the order of `optional`, until the table
-        fits. Returns the headings of the omitted columns.
-        """
-        shown = {heading: [format_message(cell) for cell in cells] for heading, cells in columns.items()}
-        omitted: list[str] = []
-        while len(omitted) < len(optional) and _min_width(shown) > self.console.width:
-            omitted.append(optional[len(omitted)])
-            del shown[omitted[-1]]
-        first, *others = shown
-        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        grid.add_column(first, overflow="fold")
-        for heading in others:
-            grid.add_column(heading, justify="right", no_wrap=True)
-        for row in zip(*shown.values(), strict=True):
-            grid.add_row(*row)
-        self.console.print(grid)
-        return omitted
-
-
-def _min_width(columns: Mapping[str, Sequence[str]]) -> int:
-    """The width of a table in terminal columns. The padding is 2 for each column of the table, plus 1."""
-    labels, *others = (max(map(cell_len, (heading, *cells))) for heading, cells in columns.items())
-    return min(labels, MIN_LABEL_WIDTH) + sum(others) + 2 * len(columns) + 1
 
 
 def redirect_to_devnull(stream: TextIO) -> None:
@@ -220,7 +140,7 @@ class ProgressDisplay:
 
     def say(self, line: str) -> None:
         """Prints a message. On a terminal, lines break at spaces, but not within a command or path, for copying."""
-        _print_line(self.console, line)
+        print_line(self.console, line)
 
     @contextmanager
     def count(
@@ -336,22 +256,6 @@ class _LabelColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(task.description, no_wrap=True, overflow="ellipsis")
-
-
-def write_tinted(console: Console, pieces: Pieces) -> None:
-    """Writes pieces of an answer in the colours of the proposers. Control characters are escaped."""
-    for text, proposer in pieces:
-        style = STYLES[min(proposer, len(TINTS))]
-        console.out(escaped(text, keep="\n\t"), style=style, highlight=False, end="")
-    console.file.flush()
-
-
-def format_duration(seconds: float) -> str:
-    """A duration as text in hours and minutes; in seconds below two minutes."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def format_bytes(count: float) -> str:

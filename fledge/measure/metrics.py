@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 from fledge.types import Trace
 
@@ -34,18 +32,6 @@ def quotients(reached: Sequence[float], passed: Sequence[float]) -> list[float |
     return [p / n if n else None for n, p in zip(reached, passed, strict=True)]
 
 
-def chain_gains(alpha: Sequence[float | None], depth: int, draft: float, others: float) -> dict[int, float]:
-    """The speed with chains of each length up to `depth` + 2, relative to `depth`, estimated at `depth`.
-
-    `draft` and `others` are the measured times of drafting and of the rest of a mean round, in the same unit. Drafting
-    time is taken in proportion to the length, the rest as constant, and α beyond `depth` as equal to the last α.
-    """
-    rates = [a or 0.0 for a in alpha[:depth]]
-    reached = list(accumulate([*rates, *rates[-1:] * 2], mul))
-    speeds = {k: (1 + sum(reached[:k])) / (draft * k / depth + others) for k in range(1, len(reached) + 1)}
-    return {k: speed / speeds[depth] for k, speed in speeds.items()} if len(rates) == depth else {}
-
-
 def alpha_text(alpha: Sequence[float | None]) -> str:
     """Each α_k as text with two decimals, "-" for None."""
     return " ".join("-" if a is None else f"{a:.2f}" for a in alpha)
@@ -70,15 +56,3 @@ def paused(traces: Sequence[Trace]) -> float:
 def pause_line(share: float, reason: str) -> str:
     """A sentence on the share of rounds that drafted nothing, with the reason if the engine knows a reason."""
     return f"Speculation paused in {share:.0%} of the rounds{': ' * bool(reason)}{reason}."
-
-
-def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
-    """(n-grams that occurred earlier in the sequence, all n-grams), a measure of how much a generation loops."""
-    seen: set[tuple[int, ...]] = set()
-    repeated = 0
-    total = max(len(tokens) - n + 1, 0)
-    for i in range(total):
-        gram = tuple(tokens[i : i + n])
-        repeated += gram in seen
-        seen.add(gram)
-    return repeated, total

@@ -1,7 +1,9 @@
-"""Decodes prompts with and without a draft in one run, and reports the speedup and whether any token differs."""
+"""Decodes prompts with drafts, each in one or several ways of drafting, and without a draft in one run, and reports the
+speedup and whether any token differs."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -9,16 +11,23 @@ from typing import Any
 
 import torch
 
+from fledge import __version__
 from fledge.data.answering import history_message
 from fledge.data.record import Record
+from fledge.decode.drafting import Drafting
 from fledge.decode.engine import Completion, Engine
+from fledge.decode.options import prepare_rounds
 from fledge.decode.request import AttributedText
 from fledge.decode.sampling import BatchSampling, seen_tokens
-from fledge.io.machine import environment
+from fledge.drafts.weights import open_draft, read_draft_config
+from fledge.io.fingerprints import draft_sha256
+from fledge.io.machine import command, environment, restoring_signals
 from fledge.measure import metrics
-from fledge.measure.prompts import answers_of, conversation, first_prompt, spread
-from fledge.measure.record import speedup_interval, tau_interval
+from fledge.measure.options import EvalOptions, load_engines, names, ways
+from fledge.measure.prompts import answers_of, conversation, first_prompt, prompt_set_name, read_prompts, spread
+from fledge.measure.record import check_record_path, speedup_interval, tau_interval, write_record
 from fledge.ops.sampling import TOKEN, gumbel
+from fledge.options import default_new_tokens
 from fledge.targets.interface import ReferenceDecoding
 from fledge.types import Prompt, Sampling, Tree
 
@@ -38,6 +47,87 @@ class EvaluationStopped(Exception):
     def __init__(self, records: dict[str, dict[str, Any]]):
         super().__init__()
         self.records = records
+
+
+def compare_drafts(options: EvalOptions, progress: Any, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Returns a record, or {label: record} for several drafts, ways of drafting or prompt files. A label names the
+    values that differ between the records.
+
+    `show` is called with the result before the result is written to --out, so that no result is lost if the disk is
+    full. A partial result is shown and written before the function raises KeyboardInterrupt, or ValueError if answers
+    have made a later turn too long for the target. Ctrl-C has no effect while a result is shown and written.
+    """
+    if not options.target:
+        raise ValueError("give --target MODEL, or --endpoint URL to measure a running server")
+    if not options.draft:
+        raise ValueError("give --draft DIR")
+    if options.out:
+        check_record_path(options.out, "--out")
+    compared, sampling = ways(options), options.sampling()
+    drafting = [Drafting(**way.drafting(way.draft_mode)) for way in compared]
+    for each in drafting:
+        each.check_sampling(sampling)
+    families = {draft: read_draft_config(draft).family for draft in options.draft}
+    for way, each in zip(compared, drafting, strict=True):
+        each.for_method(families[way.draft])
+    sets = {prompt_set_name(p): read_prompts(p, options.limit, options.columns) for p in options.prompts}
+    hashes = {draft: draft_sha256(open_draft(draft).tensors) for draft in options.draft}
+    engines = load_engines(options, compared, progress.say)
+    first = engines[0]  # this engine also decodes the baseline
+    max_new_tokens = options.max_new_tokens or default_new_tokens(128, first.target.context)
+    kwargs = {way.draft: engine.reader.template.kwargs for way, engine in zip(compared, engines, strict=True)}
+    templated = any(p.text is None for prompts in sets.values() for p in prompts)
+    if options.template_kwargs and not templated:
+        raise ValueError("--template-kwargs has no effect because no prompt is a chat; leave it out")
+    if templated and any(k != kwargs[options.draft[0]] for k in kwargs.values()):
+        raise ValueError(
+            f"the drafts were trained with different template arguments ({kwargs}), so their prompts would differ; "
+            "give --template-kwargs for all, or evaluate them one by one"
+        )
+    longest = max(longest_request(first, p, max_new_tokens) for prompts in sets.values() for p in prompts)
+    arms = [(engine, True) for engine in engines] + [(first, False)]
+    prepare_rounds(arms, progress, batch=options.batch, tokens=longest, sampling=sampling)
+    records: dict[str, Any] = {}
+    stopped: BaseException | None = None
+    with restoring_signals() as ignore_signals:  # until the records are shown and written
+        for name, prompts in sets.items():
+            labels = [f"{way} {name}".strip() if len(sets) > 1 else way for way in names(options, compared)]
+            answers = len(arms) * sum(map(answers_of, prompts))
+            origin = {"prompt_set": name, "command": command(), "fledge": __version__}
+            drafts = {
+                label: {"draft": way.draft, "draft_sha256": hashes[way.draft]}
+                for label, way in zip(labels, compared, strict=True)
+            }
+            found: dict[str, Any] = {}
+            try:
+                if options.out and records:  # results so far; an error is reported when the final record is written
+                    with contextlib.suppress(OSError, ValueError):
+                        write_record(options.out, records)
+                with progress.count(f"answers to {name} in {len(arms)} ways", answers, unit="answers") as advance:
+                    found = evaluate(
+                        dict(zip(labels, engines, strict=True)), prompts, sampling=sampling, batch=options.batch,
+                        max_new_tokens=max_new_tokens, advance=advance, interrupted=ignore_signals,
+                    )  # fmt: skip
+            except EvaluationStopped as e:
+                found, stopped = e.records, e.__cause__
+            except KeyboardInterrupt as e:
+                ignore_signals()
+                if not (records or found):
+                    raise
+                stopped = e
+            records |= {label: record | drafts[label] | origin for label, record in found.items()}
+            if stopped:
+                break
+        ignore_signals()
+        record = next(iter(records.values())) if len(records) == 1 else records
+        try:
+            show(record)
+        finally:
+            if options.out:
+                write_record(options.out, record)
+    if stopped:
+        raise stopped
+    return record
 
 
 def evaluate(
@@ -101,7 +191,7 @@ def _record(engine: Engine, comparison: _Comparison, name: str, sampling: Sampli
     fast, slow = comparison.speed(name), comparison.speed(BASELINE)
     times = zip(comparison.times[name], comparison.times[BASELINE], strict=True) if batch == 1 else [None] * len(ids)
     requests = [request_record(*each) for each in zip(with_draft, without, times, strict=True)]
-    repeated = [metrics.repeated_ngrams(c.tokens) for c in with_draft]
+    repeated = [repeated_ngrams(c.tokens) for c in with_draft]
     share = metrics.paused([c.trace for c in with_draft])
     return {
         "tau": metrics.tau([c.trace for c in with_draft]),
@@ -169,6 +259,18 @@ def sample_records(engine: Engine, ids: Sequence[list[int]], completions: Sequen
         pieces = [*text.take(completions[i]), *text.finish()]
         samples.append({"prompt": tokenizer.decode(ids[i])[-PROMPT_CHARACTERS:], "pieces": [list(p) for p in pieces]})
     return samples
+
+
+def repeated_ngrams(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
+    """(n-grams that occurred earlier in the sequence, all n-grams), a measure of how much a generation loops."""
+    seen: set[tuple[int, ...]] = set()
+    repeated = 0
+    total = max(len(tokens) - n + 1, 0)
+    for i in range(total):
+        gram = tuple(tokens[i : i + n])
+        repeated += gram in seen
+        seen.add(gram)
+    return repeated, total
 
 
 def longest_request(engine: Engine, prompt: Record, max_new_tokens: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from fledge.decode.options import AUTO
-from fledge.io.display import ResultPrinter
+from fledge.io.results import ResultPrinter
 from fledge.measure.endpoint import TOLERANCE, mismatch_sentence
-from fledge.measure.metrics import alpha_text, chain_gains, pause_line
+from fledge.measure.metrics import alpha_text, pause_line
 
 WORTH_TRYING = 1.03  # smallest suggested gain over the measured depth; smaller gains are within the noise of the times
 FEW = 6  # up to so many records, every record gets all sentences
@@ -34,7 +37,7 @@ def print_table(record: dict[str, Any], printer: ResultPrinter) -> None:
     optional = [c for c in ("repeats", "identical", "±", "baseline", "tokens/s", "speedup") if c in columns]
     omitted = printer.table(columns, optional=optional)
     few = len(records) <= FEW
-    of = {name: (summary_lines if few else notices)(r) for name, r in rows}
+    of = {name: [*(figure_lines(r) if few else ()), *notices(r)] for name, r in rows}
     if "baseline" in omitted:
         of = {name: [speed_line(records[name]), *lines] for name, lines in of.items()}
     shared = [] if few else [line for line in next(iter(of.values())) if all(line in lines for lines in of.values())]
@@ -62,11 +65,6 @@ def speed_line(r: dict[str, Any]) -> str:
         f"{r['tokens_per_s']:.0f} tokens/s with the draft, {r['baseline_tokens_per_s']:.0f} without: "
         f"{r['speedup']:.2f} times as fast."
     )
-
-
-def summary_lines(r: dict[str, Any]) -> list[str]:
-    """Sentences that explain the figures of a record."""
-    return figure_lines(r) + notices(r)
 
 
 def figure_lines(r: dict[str, Any]) -> list[str]:
@@ -114,6 +112,18 @@ def round_lines(r: dict[str, Any]) -> list[str]:
             + (", or compare with --draft-mode tree." if r["mode"] == "chain" else ".")
         )
     return lines
+
+
+def chain_gains(alpha: Sequence[float | None], depth: int, draft: float, others: float) -> dict[int, float]:
+    """The speed with chains of each length up to `depth` + 2, relative to `depth`, estimated at `depth`.
+
+    `draft` and `others` are the measured times of drafting and of the rest of a mean round, in the same unit. Drafting
+    time is taken in proportion to the length, the rest as constant, and α beyond `depth` as equal to the last α.
+    """
+    rates = [a or 0.0 for a in alpha[:depth]]
+    reached = list(accumulate([*rates, *rates[-1:] * 2], mul))
+    speeds = {k: (1 + sum(reached[:k])) / (draft * k / depth + others) for k in range(1, len(reached) + 1)}
+    return {k: speed / speeds[depth] for k, speed in speeds.items()} if len(rates) == depth else {}
 
 
 def notices(r: dict[str, Any]) -> list[str]:

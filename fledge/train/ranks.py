@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import signal
@@ -28,7 +27,6 @@ def is_communication_error(error: BaseException) -> bool:
 
 T = TypeVar("T")
 
-STORE_TIMEOUT = timedelta(seconds=5)  # for torchrun's store to answer, after an error
 RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of the last collective
 
 
@@ -226,22 +224,6 @@ def restart_count() -> int:
 def error_sentence(error: object) -> str:
     """The text to print for an error: the note of `Ranks.meet` if there is a note, or else the error's message."""
     return next((n for n in getattr(error, "__notes__", []) if n.endswith(str(error))), str(error))
-
-
-def first_to_say(message: str) -> bool:
-    """Whether this process is the first rank to say `message`, so that an error of all ranks is printed once.
-
-    Counts in torchrun's store, which works before the ranks are connected and after an error. True without the store.
-    """
-    if not started_by_torchrun():
-        return True
-    key = f"said {restart_count()} {hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
-        return store.add(key, 1) == 1
-    except (KeyError, ValueError, RuntimeError):  # a process that torchrun did not start, or torchrun has ended
-        return True
 
 
 def local_rank() -> int:

@@ -12,7 +12,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fledge.io.display import ProgressDisplay, ResultPrinter
+from fledge.io.display import ProgressDisplay
+from fledge.io.results import ResultPrinter
 
 WIDTH = 60
 

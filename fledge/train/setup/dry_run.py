@@ -18,8 +18,9 @@ import torch
 from fledge.data.documents import lengths_of
 from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
-from fledge.io.display import ProgressDisplay, ResultPrinter, format_bytes, format_duration
+from fledge.io.display import ProgressDisplay, format_bytes
 from fledge.io.machine import resolve_device
+from fledge.io.results import ResultPrinter
 from fledge.states.source import ROWS_AHEAD
 from fledge.targets.distributed import target_bytes
 from fledge.targets.source import FeatureSource
@@ -287,6 +288,14 @@ def _steps(plan: Plan) -> str:
         f"tokens of the data; {format_count(schedule.steps, 'step')} of "
         f"{format_count(schedule.rows_per_step, 'row')}{each}, lr {schedule.lr:.2g}{left}."
     )
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as text in hours and minutes; in seconds below two minutes."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def format_count(n: int, what: str) -> str:

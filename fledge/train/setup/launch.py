@@ -1,16 +1,19 @@
-"""Starts the processes of `fledge train --gpus`, through torchrun."""
+"""Starts the processes of `fledge train --gpus`, through torchrun, and lets one of them print an error."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 
 from fledge.train.setup.options import TrainOptions
 
 RUN_TORCHRUN = "from fledge.train.setup.launch import run_torchrun; run_torchrun()"
+STORE_TIMEOUT = timedelta(seconds=5)  # for torchrun's store to answer, after an error
 INTERRUPTED = 130  # the exit status of an interrupted run, in one process and in several
 
 
@@ -61,3 +64,23 @@ def run_torchrun() -> None:
         main()
     except SignalException:
         sys.exit(INTERRUPTED)
+
+
+def first_to_say(message: str) -> bool:
+    """Whether this process is the first rank to say `message`, so that an error of all ranks is printed once.
+
+    Counts in torchrun's store, which works before the ranks are connected and after an error. True without the store.
+    """
+    import torch.distributed as dist
+
+    from fledge.train.ranks import restart_count, started_by_torchrun
+
+    if not started_by_torchrun():
+        return True
+    key = f"said {restart_count()} {hashlib.sha256(message.encode(errors='replace')).hexdigest()}"
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=STORE_TIMEOUT)
+        return store.add(key, 1) == 1
+    except (KeyError, ValueError, RuntimeError):  # a process that torchrun did not start, or torchrun has ended
+        return True
