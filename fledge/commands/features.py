@@ -85,7 +85,6 @@ def _prepare(
     from fledge.train.setup.data import read_data
     from fledge.train.setup.recipe import check_served, data_recipe, layer_ids
     from fledge.train.setup.target import (
-        check_length,
         live_features,
         open_served_features,
         open_served_target,
@@ -105,7 +104,6 @@ def _prepare(
     target = open_served_target(options, data, device) if served else open_target(options, data, device)
     layers, length = resolve_layers(layers, target), min(data.longest, target.context)
     if served:
-        check_length(data, target)
         source, hold_out = open_served_features(options, target, layers, length, say), True
     else:
         source, hold_out = live_features(target, layers, say), not target.rollback_problem

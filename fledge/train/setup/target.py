@@ -90,7 +90,6 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Say) -> Prepare
     if cache:
         source = _stored_features(cache, target, layers)
     elif recipe.served:
-        check_length(recipe.data, target)
         source = open_served_features(recipe.options, target, layers, min(recipe.data.longest, target.context), say)
     else:
         source = live_features(target, layers, say)
@@ -165,7 +164,7 @@ def _loading(requested: TargetOptions, data: DataRecipe, device: str) -> dict[st
     )  # fmt: skip
 
 
-def check_length(data: DataRecipe, target: ModelTarget) -> None:
+def check_length(data: DataRecipe, target: ModelTarget | TargetParts) -> None:
     """Raises ValueError if documents may be longer than the target's context."""
     asked = data.options.max_length
     if asked and asked > target.context:
@@ -175,13 +174,14 @@ def check_length(data: DataRecipe, target: ModelTarget) -> None:
 def open_served_target(requested: TargetOptions, data: DataRecipe, device: str) -> TargetParts:
     """The parts of a target that training from vLLM's states needs: embedding, head and final norm, and the last
     layer's weights that are not quantized. Raises ValueError if embedding, head or final norm are quantized, or missing
-    in the checkpoint's safetensors files."""
+    in the checkpoint's safetensors files, and if documents may be longer than the target's context."""
     target = load_head(requested.target, **_loading(requested, data, device))
     if target is None:
         raise ValueError(
             f"{requested.target} has no safetensors files with its embedding, head and final norm, or has quantized "
             "them; training from vLLM's hidden states needs them here, in 16 or 32 bits"
         )
+    check_length(data, target)
     return target
 
 
