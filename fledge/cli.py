@@ -220,7 +220,6 @@ def _train(options: TrainOptions) -> int | None:
     if launch.needs_processes(options):
         return launch.start_processes(options.gpus, sys.argv[1:])
     train.run(options, display.say, display)
-    display.close()
     return None
 
 

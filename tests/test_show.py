@@ -7,6 +7,9 @@ import json
 import re
 import shutil
 import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -22,6 +25,9 @@ from fledge.io import display as show_module
 from fledge.io.display import KEPT_END, KEPT_START, ProgressDisplay, escaped, format_message
 from fledge.io.results import ResultPrinter
 from fledge.measure.table import print_table
+from fledge.train.ranks import ALONE
+from fledge.train.setup.run import Display
+from fledge.train.trainer import Schedule, StepResult
 from support.chats import tiny_chats
 from support.files import rows_of, write_rows
 from support.targets import tiny_draft, tiny_target, tiny_target_directory
@@ -209,6 +215,14 @@ class Terminal:
         return [line for line in re.split(r"[\r\n]+", text) if line.strip()]
 
 
+@contextmanager
+def training(show: ProgressDisplay, steps: int) -> Iterator[Callable[..., None]]:
+    """Shows a training run: yields a function that shows a step with its metrics."""
+    hook, run = Display(show, show.say), SimpleNamespace(schedule=Schedule(steps, lr=0.1), ranks=ALONE)
+    with hook.around(run):
+        yield lambda step, **more: hook.after(run, StepResult(step, None, False, metrics(step, **more)))
+
+
 def metrics(step: int, **more) -> dict:
     return {"step": step, "loss": 2.345, "tau": 1.87, "tokens_per_s": 3146.0, "scored": [3, 2]} | more
 
@@ -216,9 +230,9 @@ def metrics(step: int, **more) -> dict:
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
 def test_a_bar_keeps_step_and_time_left_at_every_width(width, monkeypatch):
     terminal = Terminal(monkeypatch, width)
-    terminal.show.start_training("training", 12_000)
-    for step in (1, 680, 12_000):
-        terminal.show.step(12_000, metrics(step))
+    with training(terminal.show, 12_000) as show:
+        for step in (1, 680, 12_000):
+            show(step)
     last = terminal.bars()[-1]
     assert len(last) <= width and re.search(r"12000/12000 .*\d:\d\d:\d\d left", last), last
     assert ("loss 2.345  τ 1.87 3,146 tokens/s" in terminal.bars()[-1]) == (width >= 60)
@@ -258,10 +272,10 @@ def test_without_a_terminal_progress_is_printed_at_intervals_and_at_the_end(monk
         for _ in range(200):
             clock[0] += 0.5
             advance()
-    terminal.show.start_training("training", 50)
-    for step in range(1, 51):
-        clock[0] += 2
-        terminal.show.step(50, metrics(step) | ({"eval_tau": 1.5} if step == 25 else {}))
+    with training(terminal.show, 50) as show:
+        for step in range(1, 51):
+            clock[0] += 2
+            show(step, **({"eval_tau": 1.5} if step == 25 else {}))
     assert terminal.said.getvalue().splitlines() == [
         "answers 140/300, 0:00:20 elapsed, 0:01:20 left",
         "answers 180/300, 0:00:40 elapsed, 0:01:00 left",
@@ -282,10 +296,10 @@ def test_a_resumed_run_estimates_the_time_left_from_its_own_steps(monkeypatch):
     terminal = Terminal(monkeypatch, None)
     monkeypatch.setattr(terminal.show.console, "get_time", lambda: clock[0])
     monkeypatch.setattr(show_module.time, "monotonic", lambda: clock[0])
-    terminal.show.start_training("training", 1000)
-    for step in range(901, 912):
-        clock[0] += 2
-        terminal.show.step(1000, metrics(step))
+    with training(terminal.show, 1000) as show:
+        for step in range(901, 912):
+            clock[0] += 2
+            show(step)
     assert terminal.said.getvalue().startswith("training 910/1,000, 0:00:20 elapsed, 0:03:00 left")
 
 
@@ -309,8 +323,8 @@ def test_a_missing_loss_and_a_small_loss_are_shown_differently(monkeypatch):
         ({"loss": 1e-5}, "loss under 0.001"),
         ({"loss": 0.001}, "loss 0.001"),
     ):
-        terminal.show.start_training("training", 1)
-        terminal.show.step(1, metrics(1, **more))
+        with training(terminal.show, 1) as show:
+            show(1, **more)
         assert shown in terminal.said.getvalue().splitlines()[-1]
 
 

@@ -55,19 +55,10 @@ def _train(
     from fledge.publish.card import make_card
     from fledge.report.training import report_run
     from fledge.states.vllm import VllmFeatures
-    from fledge.train.hooks import Checkpoints, Drafts, MetricsFile, Signals
     from fledge.train.setup.data import check_files, make_rows, summarize, training_data
     from fledge.train.setup.draft import check_shape, make_draft
     from fledge.train.setup.recipe_file import check_settled, recipe_text, settle
-    from fledge.train.setup.run import (
-        LOGS,
-        SAVE_DTYPE,
-        Display,
-        check_disk,
-        choose_implementation,
-        make_schedule,
-        run_training,
-    )
+    from fledge.train.setup.run import SAVE_DTYPE, check_disk, choose_implementation, make_schedule, run_training
     from fledge.train.setup.target import prepare_shared_target
     from fledge.train.trainer import Run
 
@@ -101,11 +92,7 @@ def _train(
         elif ranks.leads:
             summary = summarize(recipe, target, draft, documents, ranks)
             directory.start(recipe_text(replace(options, method=recipe.choice), settled), summary)
-    signals, log = Signals(say), recipe.options.log if ranks.leads else None
-    # a step's metrics are complete before they are written, and written before the step's checkpoint
-    all_hooks: list[Hook] = [signals, Drafts(evaluate, attach), *hooks, MetricsFile(), *([LOGS[log]()] if log else [])]
-    all_hooks += [Display(progress, say), Checkpoints(signals.saving)]
-    run_training(training, recipe, evaluate, all_hooks, say)
+    run_training(training, recipe, evaluate, attach, hooks, say, progress)
     if ranks.leads:
         report_run(directory.path, say)
     return training.metrics

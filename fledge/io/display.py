@@ -131,7 +131,6 @@ class ProgressDisplay:
     def __init__(self, quiet: bool = False):
         self._stream = FaultTolerantStream(sys.stderr)
         self.console = Console(file=self._stream, stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
-        self._training: _ProgressBar | None = None
 
     @property
     def stderr_closed(self) -> bool:
@@ -150,7 +149,7 @@ class ProgressDisplay:
         Yields a function that adds n finished items (default: 1). With `unit`, the name of the items, the bar also
         shows the finished items per second or minute. With `passing`, the bar disappears from a terminal at the end,
         and elsewhere lines are printed only if the block takes LINE_INTERVAL or longer."""
-        bar = _ProgressBar(self, label, total, done, passing)
+        bar = ProgressBar(self, label, total, done, passing)
 
         def advance(n: int = 1) -> None:
             finished = int(bar.task.completed) + n
@@ -162,26 +161,6 @@ class ProgressDisplay:
         finally:
             bar.close()
 
-    def start_training(self, label: str, steps: int) -> None:
-        """Shows the progress bar of a training run, before the first step."""
-        self._training = _ProgressBar(self, label, steps)
-
-    def step(self, steps: int, metrics: dict[str, Any]) -> None:
-        """Shows the metrics of a training step: loss, simulated τ, speed, and a decoded τ if measured."""
-        tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
-        speed = f"{metrics['tokens_per_s']:,.0f} tokens/s"
-        self._training.update(metrics["step"], f"loss {_loss(metrics)}  {tau}", speed)
-        if "eval_tau" in metrics:
-            self.say(f"step {metrics['step']:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts")
-        if metrics["step"] == steps:
-            self.close()
-
-    def close(self) -> None:
-        """Ends the training bar, so that later messages appear below the bar."""
-        if self._training is not None:
-            self._training.close()
-            self._training = None
-
 
 def _rate(per_second: float, unit: str) -> str:
     """A speed as text, per minute below one item per second."""
@@ -190,15 +169,7 @@ def _rate(per_second: float, unit: str) -> str:
     return f"{per_second:,.{1 if per_second < 10 else 0}f} {unit}/s"
 
 
-def _loss(metrics: dict[str, Any]) -> str:
-    """The loss of a step as text. A loss that would round to 0.000 is shown as "under 0.001", and a step in which no
-    token was scored has no loss."""
-    if not any(metrics["scored"]):
-        return "- (no token in the draft vocabulary)"
-    return f"{metrics['loss']:.3f}" if metrics["loss"] >= 0.001 else "under 0.001"
-
-
-class _ProgressBar:
+class ProgressBar:
     """Counts, elapsed time and estimated remaining time: a bar on a terminal, otherwise a line at most every
     LINE_INTERVAL seconds and one at the end."""
 

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 
 from fledge.data.pack import Rows
 from fledge.drafts.draft import Draft
-from fledge.io.display import format_bytes
+from fledge.io.display import ProgressBar, format_bytes
 from fledge.io.files import existing_parent
 from fledge.io.machine import resolve_device
 from fledge.targets.source import FeatureSource
 from fledge.train.checkpoint import RunDirectory
 from fledge.train.feed import BEFORE, feed
-from fledge.train.hooks import Evaluate, Signals
+from fledge.train.hooks import Attach, Checkpoints, Drafts, Evaluate, MetricsFile, Signals
 from fledge.train.objective import Implementation, ttt
 from fledge.train.optim import state_bytes
 from fledge.train.ranks import LostRankError, Ranks, connected, local_rank, started_by_torchrun
@@ -299,15 +299,19 @@ class Display(Hook):
 
     @contextmanager
     def around(self, run: Run) -> Iterator[None]:
-        self.progress.start_training("training", run.schedule.steps)
-        try:
+        with closing(ProgressBar(self.progress, "training", run.schedule.steps)) as self._bar:
             yield
-        finally:
-            self.progress.close()
 
     def after(self, run: Run, result: StepResult) -> None:
         if run.ranks.leads:
-            self.progress.step(run.schedule.steps, result.metrics)
+            metrics, step = result.metrics, result.step
+            tau = f"τ {metrics['tau']:.2f}" if "tau" in metrics else f"τ over all slots {metrics['tau_slots']:.2f}"
+            speed = f"{metrics['tokens_per_s']:,.0f} tokens/s"
+            self._bar.update(step, f"loss {_loss(metrics)}  {tau}", speed)
+            if "eval_tau" in metrics:
+                self.say(f"step {step:,}: decoded τ {metrics['eval_tau']:.3f} on held-out prompts")
+            if step == run.schedule.steps:
+                self._bar.close()  # later messages then appear below the bar
         if self.progress.stderr_closed:
             run.stop()
 
@@ -318,6 +322,14 @@ class Display(Hook):
         if run.schedule.eval_every and done.best_step:  # several drafts were measured
             result += f", of step {done.best_step:,} (decoded τ {done.best_tau:.3f})"
         self.say(result)
+
+
+def _loss(metrics: dict[str, Any]) -> str:
+    """The loss of a step as text. A loss that would round to 0.000 is shown as "under 0.001", and a step in which no
+    token was scored has no loss."""
+    if not any(metrics["scored"]):
+        return "- (no token in the draft vocabulary)"
+    return f"{metrics['loss']:.3f}" if metrics["loss"] >= 0.001 else "under 0.001"
 
 
 class Tensorboard(Hook):
@@ -353,17 +365,25 @@ class Wandb(Hook):
 LOGS = {"tensorboard": Tensorboard, "wandb": Wandb}  # the hooks of --log
 
 
-def run_training(run: Run, recipe: Recipe, evaluate: Evaluate | None, hooks: Sequence[Hook], say: Say) -> None:
-    """Trains to the last step. A target rank feeds the training ranks instead.
+def run_training(
+    run: Run, recipe: Recipe, evaluate: Evaluate | None, attach: Sequence[Attach], hooks: Sequence[Hook], say: Say,
+    progress: Any,
+) -> None:  # fmt: skip
+    """Trains to the last step. A target rank feeds the training ranks instead. `hooks` are called after τ is measured
+    (`evaluate`) and the draft is written (`attach`), and before the step's metrics are written.
 
     Raises KeyboardInterrupt if the training was interrupted, after a message with the command that continues it, and
     ValueError, with a remedy, if the GPU runs out of memory. The message of a LostRankError has the same command.
     """
     trust = " --trust-remote-code" if recipe.options.trust_remote_code else ""
+    signals, log = Signals(say), recipe.options.log if run.ranks.leads else None
+    # a step's metrics are complete before they are written, and written before the step's checkpoint
+    all_hooks: list[Hook] = [signals, Drafts(evaluate, attach), *hooks, MetricsFile(), *([LOGS[log]()] if log else [])]
+    all_hooks += [Display(progress, say), Checkpoints(signals.saving)]
     try:
         if run.ranks.trains:
             say(_start_message(run, recipe.options.device))
-            train(run, hooks)
+            train(run, all_hooks)
         else:
             feed_draft(run, evaluate)
     except KeyboardInterrupt:
