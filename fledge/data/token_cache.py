@@ -31,14 +31,7 @@ from fledge.data.sources import Source, is_local
 from fledge.data.template import ChatTemplate
 from fledge.data.tokenize import DataReport, default_workers, make_documents
 from fledge.io.fields import read_json
-from fledge.io.files import (
-    InUse,
-    disk_full_errno,
-    exclusive_lock,
-    replace_directory,
-    sha256_of,
-    sibling_path,
-)
+from fledge.io.files import InUse, disk_full_errno, exclusive_lock, replace_directory, sha256_of, sibling_path
 
 MANIFEST, TABLE = "manifest.json", "documents.npz"
 SUMS = "SHA256SUMS"

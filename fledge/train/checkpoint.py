@@ -25,20 +25,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import RECIPE, draft_files, write_files
+from fledge.io import files
 from fledge.io.fields import parse_json, read_json
-from fledge.io.files import (
-    DiskFullError,
-    disk_full_errno,
-    exclusive_lock,
-    read_consistent,
-    remove_temporary_files,
-    replace_directory,
-    replace_file,
-    replace_text,
-    restore_interrupted,
-    sha256_of,
-    sibling_path,
-)
 from fledge.train.ranks import ALONE, RankError, Ranks
 
 STATE, PROGRESS = "state", "progress.json"  # the directory with DCP's files, and the file of other values
@@ -80,10 +68,10 @@ class RunDirectory:
         self._check_own()
         created = not self.path.exists()
         try:
-            with exclusive_lock(self.path / ".fledge-lock", str(self.path), say):
-                restore_interrupted(self.draft)
-                restore_interrupted(self.checkpoint)
-                remove_temporary_files(self.path)
+            with files.exclusive_lock(self.path / ".fledge-lock", str(self.path), say):
+                files.restore_interrupted(self.draft)
+                files.restore_interrupted(self.checkpoint)
+                files.remove_temporary_files(self.path)
                 yield
         finally:
             if created:
@@ -93,7 +81,7 @@ class RunDirectory:
     def _check_own(self) -> None:
         """Raises ValueError if one of the run's paths is a symbolic link or not of the expected type."""
         for directory in (self.draft, self.checkpoint):
-            for path in (directory, sibling_path(directory, "old"), sibling_path(directory, "new")):
+            for path in (directory, files.sibling_path(directory, "old"), files.sibling_path(directory, "new")):
                 _check_kind(path, Path.is_dir, "directory")
         for file in (self.recipe, self.metrics, self.summary):
             _check_kind(file, Path.is_file, "file")
@@ -103,13 +91,13 @@ class RunDirectory:
         ValueError if the directory holds a run."""
         self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
-        replace_text(self.recipe, recipe)  # first: with it, the directory holds a run, which can be resumed
+        files.replace_text(self.recipe, recipe)  # first: with it, the directory holds a run, which can be resumed
         if summary is not None:
             self.write_summary(summary)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json: the run's data, command and machine, for reports."""
-        replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
+        files.replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
 
     def options_file(self) -> Path:
         """The file with the run's options. Raises ValueError if there is no run."""
@@ -131,8 +119,8 @@ class RunDirectory:
         stager = DefaultStager(StagingOptions(False, False, False, False))  # into plain memory, in this thread
         staged = stager.stage(tensors)
         stager.close()
-        files = draft_files(draft, dtype) | {PROGRESS: json.dumps(progress).encode()} if ranks.leads else {}
-        self._saving = self._writer.submit(self._write, staged, files, ranks)
+        contents = draft_files(draft, dtype) | {PROGRESS: json.dumps(progress).encode()} if ranks.leads else {}
+        self._saving = self._writer.submit(self._write, staged, contents, ranks)
 
     def finish_saving(self) -> None:
         """Waits until the last checkpoint is complete. Raises DiskFullError, with a remedy, if the disk is full."""
@@ -140,42 +128,42 @@ class RunDirectory:
         if saving is not None:
             saving.result()
 
-    def _write(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
+    def _write(self, tensors: dict[str, Tensor], contents: dict[str, bytes], ranks: Ranks) -> None:
         """Writes a checkpoint together with the other ranks. Rank 0 replaces the last complete checkpoint by the new
         checkpoint. If the disk is full for one rank, all ranks raise DiskFullError with the same message."""
         full, failure = None, None
         try:
-            self._write_part(tensors, files, ranks)
+            self._write_part(tensors, contents, ranks)
         except Exception as e:  # the meeting reports the error to all ranks
-            full, failure = disk_full_errno(e), e
+            full, failure = files.disk_full_errno(e), e
         told = ranks.meet("while a checkpoint was saved", full, None if full else failure, group=ranks.saving)
         if full := next(filter(None, told), None):
-            raise DiskFullError(
+            raise files.DiskFullError(
                 full,
                 f"no space to save {self.checkpoint} ({os.strerror(full)}); the previous content is unchanged. Free "
                 f"some disk space; fledge train --resume {self.path} then continues the training",
             ) from failure
 
-    def _write_part(self, tensors: dict[str, Tensor], files: dict[str, bytes], ranks: Ranks) -> None:
+    def _write_part(self, tensors: dict[str, Tensor], contents: dict[str, bytes], ranks: Ranks) -> None:
         """Writes this rank's part of a checkpoint; rank 0 also makes the directory."""
         where = "while a checkpoint was begun"
         if not ranks.leads:
             if ranks.meet(where, True, group=ranks.saving)[0]:
-                self._write_tensors(tensors, sibling_path(self.checkpoint, "new"), ranks)
+                self._write_tensors(tensors, files.sibling_path(self.checkpoint, "new"), ranks)
             return
         with contextlib.ExitStack() as replacing:
             failure = None
             try:
-                new = replacing.enter_context(replace_directory(self.checkpoint))
-                write_files(files, new)
+                new = replacing.enter_context(files.replace_directory(self.checkpoint))
+                write_files(contents, new)
             except OSError as e:
                 failure = e
             ranks.meet(where, failure is None, group=ranks.saving)  # before others write into the new directory
             if failure is not None:
                 raise failure
             self._write_tensors(tensors, new, ranks)
-            names = [*(f"{STATE}/{name}" for name in sorted(os.listdir(new / STATE))), *files]
-            (new / SUMS).write_text("".join(f"{sha256_of(new / name)}  {name}\n" for name in names))
+            names = [*(f"{STATE}/{name}" for name in sorted(os.listdir(new / STATE))), *contents]
+            (new / SUMS).write_text("".join(f"{files.sha256_of(new / name)}  {name}\n" for name in names))
 
     def _write_tensors(self, tensors: dict[str, Tensor], new: Path, ranks: Ranks) -> None:
         writer = HuggingFaceStorageWriter(str(new / STATE), save_distributed=True)
@@ -192,7 +180,7 @@ class RunDirectory:
 
         Raises ValueError if a file is missing or its hash is wrong, and if there are no hashes.
         """
-        return read_consistent(self.checkpoint, self._progress)
+        return files.read_consistent(self.checkpoint, self._progress)
 
     def load_tensors(self, tensors: dict[str, Tensor], ranks: Ranks = ALONE) -> None:
         """Reads the tensors of the checkpoint into `tensors`, in a locked directory. The placement on ranks may differ
@@ -225,7 +213,7 @@ class RunDirectory:
         for known, name in recorded:
             if not (checkpoint / name).is_file():
                 raise self.damage_error("it is missing", name)
-            if sha256_of(checkpoint / name) != known:
+            if files.sha256_of(checkpoint / name) != known:
                 raise self.damage_error("its SHA-256 differs from the recorded one", name)
 
     def damage_error(self, why: str, name: str = STATE) -> ValueError:
@@ -245,7 +233,9 @@ class RunDirectory:
         with contextlib.suppress(ValueError):  # of a line that was cut
             parse_json(last)
             lines.append(last)
-        replace_file(self.metrics, [line + b"\n" for i, line in enumerate(lines, 1) if self._step_of(line, i) <= step])
+        files.replace_file(
+            self.metrics, [line + b"\n" for i, line in enumerate(lines, 1) if self._step_of(line, i) <= step]
+        )
 
     def _step_of(self, line: bytes, number: int) -> int:
         try:
