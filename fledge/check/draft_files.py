@@ -202,25 +202,23 @@ def _listed(names: Sequence[str]) -> str:
 
 def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[Finding]:
     """A finding about the map between the vocabularies of draft and target; empty if the map is right."""
-    fault = _vocabulary_fault(draft, record)
-    return [Finding("vocabulary", *fault)] if fault else []
 
+    def fault(cause: str, symptom: str, cure: str) -> list[Finding]:
+        return [Finding("vocabulary", cause, symptom, cure)]
 
-def _vocabulary_fault(draft: DraftOnDisk, record: ProbeRecord | None) -> tuple[str, str, str] | None:
-    """The cause, symptom and cure of a fault of the vocabulary map."""
     config, d2t = draft.config, draft.tensors.get("d2t")
     W, V = config.draft_vocab_size, config.vocab_size
     cure = "copy the draft again; d2t[i] is the target's id of draft token i, minus i"
     served = "engines then verify other tokens than the draft means: acceptance about 0"
     if W == V:
         cause = "d2t is in the file, but the draft has the whole vocabulary"
-        return None if d2t is None else (cause, "vLLM 0.33 refuses it", "remove d2t from the file")
+        return [] if d2t is None else fault(cause, "vLLM 0.33 refuses it", "remove d2t from the file")
     if d2t is None:
         cause = f"d2t is missing, and the draft predicts {W:,} of {V:,} tokens"
-        return cause, "vLLM then reads draft ids as target ids: acceptance about 0", cure
+        return fault(cause, "vLLM then reads draft ids as target ids: acceptance about 0", cure)
     if d2t.shape != (W,) or d2t.is_floating_point():
         cause = f"d2t has shape {list(d2t.shape)} and dtype {str(d2t.dtype).split('.')[-1]}, not [{W}] and int64"
-        return cause, served, cure
+        return fault(cause, served, cure)
     ids, listed = d2t + torch.arange(W), draft.marked
     known = record.draft_config.provenance.vocabulary_sha256 if record else config.provenance.vocabulary_sha256
 
@@ -230,7 +228,7 @@ def _vocabulary_fault(draft: DraftOnDisk, record: ProbeRecord | None) -> tuple[s
         return listed is not None and torch.equal(found, listed)
 
     if not d2t.any() and not right(ids):
-        return "d2t is wrong: all of it is zero, so that draft ids are taken for target ids", served, cure
+        return fault("d2t is wrong: all of it is zero, so that draft ids are taken for target ids", served, cure)
     in_order = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < V
     if not in_order or (known and not right(ids)):
         cause = (
@@ -238,14 +236,14 @@ def _vocabulary_fault(draft: DraftOnDisk, record: ProbeRecord | None) -> tuple[s
         )
         if right(d2t):
             cause = "it holds the target's ids in place of their distances from the draft's ids"
-        return f"d2t is wrong: {cause}", served, cure
+        return fault(f"d2t is wrong: {cause}", served, cure)
     if listed is None or torch.equal(listed, ids):
-        return None
+        return []
     cure = "write t2d again: true for the target's ids that d2t maps to"
     if not known:  # no hash tells that d2t is right
         cure = f"copy the draft again, as either may be wrong; if d2t is known to be right, {cure}"
     symptom = "vLLM and SGLang read d2t, and SafeAILab's code and trainers t2d: continued training is wrong"
-    return "t2d and d2t contradict each other: t2d marks other tokens as the draft's", symptom, cure
+    return fault("t2d and d2t contradict each other: t2d marks other tokens as the draft's", symptom, cure)
 
 
 def layer_findings(

@@ -230,7 +230,7 @@ def _training_facts(
         facts["Hidden states"] = "computed by vLLM"
     elif recipe.features:
         facts["Hidden states"] = f"from a disk, in {recipe.features.manifest.precision}"
-    if recipe.draft:
+    if recipe.options.init_from:
         facts["Started from"] = code(shown_source(recipe.options.init_from)[0])
     return facts
 

@@ -46,8 +46,7 @@ class EvalRecord:
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        found = self.fields.get("requests")
-        return found if isinstance(found, list) else []
+        return listed(self.fields.get("requests"))
 
 
 def read_records(path: Path) -> list[EvalRecord]:

@@ -168,7 +168,10 @@ def resume_options(directory: RunDirectory, asked: TrainOptions) -> tuple[TrainO
     """
     file = directory.options_file()
     try:
-        values, settled = _from_recipe(file)
+        content = _mapping_in(file)
+        if not isinstance(settled := content.get(SETTLED), dict) or "data_sha256" not in settled:
+            raise ValueError(f"{file} has no settled values (key {SETTLED})")
+        values = _options_in(content, file)
     except ValueError as e:
         raise ValueError(f"{e}; {DAMAGED}") from e
     if asked.trust_remote_code and values.get("trust_remote_code") is not True:
@@ -201,14 +204,6 @@ def check_settled(recorded: Mapping[str, Any], settled: Mapping[str, Any], direc
                 f"{directory.options_file()}: {SETTLED}.{name} is {format_value(before)}, but the options and data "
                 f"give {format_value(now)}; undo the change to this file or to the target, or start a new run"
             )
-
-
-def _from_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    content = _mapping_in(file)
-    settled = content.get(SETTLED)
-    if not isinstance(settled, dict) or "data_sha256" not in settled:
-        raise ValueError(f"{file} has no settled values (key {SETTLED})")
-    return _options_in(content, file), settled
 
 
 def recipe_names() -> list[str]:
