@@ -130,8 +130,8 @@ def test_a_document_longer_than_a_row_is_refused():
 
 
 def test_a_row_lays_documents_out_and_fills_its_tail():
-    row = make_row([document([-1, 0, 0], 10), document([-1, -1], 20), document([0, 0, -1, 1, 1], 30)], 13, pad_id=99)
-    assert row.token_T.tolist() == [10, 11, 12, 20, 21, 30, 31, 32, 33, 34, 99, 99, 99]
+    row = make_row([document([-1, 0, 0], 10), document([-1, -1], 20), document([0, 0, -1, 1, 1], 30)], 13)
+    assert row.token_T.tolist() == [10, 11, 12, 20, 21, 30, 31, 32, 33, 34, 0, 0, 0]
     assert row.span_T.tolist() == [-1, 0, 0, -1, -1, 1, 1, -1, 2, 2, -1, -1, -1]
     assert row.position_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
     assert row.doc_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 2, -1, -1, -1]
@@ -156,7 +156,7 @@ def test_a_full_row_has_no_filler():
 @given(st.lists(SPANS, min_size=1, max_size=4), st.integers(0, 5))
 def test_a_row_is_live_where_its_documents_are_and_never_in_the_filler(many, filler):
     documents = [document(spans, 100 * i) for i, spans in enumerate(many)]
-    row = make_row(documents, sum(map(len, many)) + filler, pad_id=7)
+    row = make_row(documents, sum(map(len, many)) + filler)
     slots = row.live(3)
     assert sorted(row.token_T[slots[0]].tolist()) == sorted(set().union(*map(live, documents)))
     for k, slots_S in enumerate(slots):

@@ -508,7 +508,7 @@ def test_accumulated_micro_batches_are_one_batch() -> None:
     def trained(parts: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        optimizer = MasterOptimizer(model.named_parameters(), (0.9, 0.95), 0.01)
+        optimizer = MasterOptimizer(model.named_parameters(), 0.01)
         for _ in range(3):
             for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
                 ((model(a) - b) ** 2).sum().backward()
@@ -529,7 +529,7 @@ def test_the_optimizer_is_adamw(clip: float) -> None:
         return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
 
     ours, theirs = model(), model()
-    optimizer = MasterOptimizer(ours.named_parameters(), (0.9, 0.95), 0.1)
+    optimizer = MasterOptimizer(ours.named_parameters(), 0.1)
     groups = [
         dict(params=[p for p in theirs.parameters() if p.dim() > 1], weight_decay=0.1),
         dict(params=[p for p in theirs.parameters() if p.dim() == 1], weight_decay=0.0),
@@ -558,7 +558,7 @@ def test_matrices_of_layers_are_updated_by_muon() -> None:
     shapes = {"fc.weight": (8, 24), "midlayer.q": (16, 8), "norm": (8,), "lm_head.weight": (32, 8)}
     ours = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
-    optimizer = MasterOptimizer(ours.items(), (0.9, 0.95), 0.1, kind="muon")
+    optimizer = MasterOptimizer(ours.items(), 0.1, kind="muon")
     others = [
         torch.optim.Muon([theirs["fc.weight"], theirs["midlayer.q"]], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([theirs["lm_head.weight"]], betas=(0.9, 0.95), weight_decay=0.1),
@@ -596,7 +596,7 @@ def test_an_orthogonalized_matrix_has_singular_values_near_one(shape: tuple[int,
 def test_masters_keep_what_16_bits_drop() -> None:
     """Updates too small for bfloat16 add up in the float32 master weights and reach the parameter."""
     p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = MasterOptimizer([("p", p)], (0.9, 0.95), 0.0)
+    optimizer = MasterOptimizer([("p", p)], 0.0)
     moved = []
     for _ in range(40):
         p.grad = torch.ones_like(p)

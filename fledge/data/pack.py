@@ -45,14 +45,12 @@ def pack(documents: Sequence[Document], row_length: int, seed: int, open_rows: i
 FILLER_LENGTH = 128  # tokens of a filler document; short, because attention costs the square of a document's length
 
 
-def make_row(
-    documents: list[Document], row_length: int, pad_id: int = 0, sources: Sequence[int] = ()
-) -> Packed:  # fmt: skip
-    """Concatenates documents and fills the rest of the row with filler tokens `pad_id` (see `Packed`).
+def make_row(documents: list[Document], row_length: int, sources: Sequence[int] = ()) -> Packed:
+    """Concatenates documents and fills the rest of the row with filler tokens, whose id is 0 (see `Packed`).
 
     All tensors of the result are int32 [row_length].
     """
-    token = np.full(row_length, pad_id, dtype=np.int32)
+    token = np.zeros(row_length, dtype=np.int32)
     span = np.full(row_length, -1, dtype=np.int32)
     position = np.zeros(row_length, dtype=np.int32)
     doc = np.empty(row_length, dtype=np.int32)

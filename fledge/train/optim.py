@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fledge.ops.training import zeros_fp32
 from fledge.train.ranks import ALONE, Ranks
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+MOMENTS, BETAS = ("exp_avg", "exp_avg_sq"), (0.9, 0.95)  # of AdamW
 MOMENTUM = 0.95  # of Muon
 MUON_SCALE = 0.2  # the root mean square of AdamW's updates, about, which lets Muon use the same learning rates
 # Newton-Schulz iterations and their coefficients (Jordan 2024), which bring singular values near 1 in few iterations
@@ -37,8 +37,7 @@ class MasterOptimizer:
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], betas: tuple[float, float], weight_decay: float,
-        ranks: Ranks = ALONE, kind: str = "adamw",
+        self, named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, ranks: Ranks = ALONE, kind: str = "adamw"
     ):  # fmt: skip
         trained = [(name, p) for name, p in named if p.requires_grad]
         self.names, self.parameters, self.ranks = [n for n, _ in trained], [p for _, p in trained], ranks
@@ -56,7 +55,7 @@ class MasterOptimizer:
         groups = [dict(params=decays, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
         gpu = any(m.is_cuda for m in self.masters)
         variant = dict(fused=True) if gpu else dict(foreach=True)  # the fused kernel needs no temporary tensors
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=1e-8, **variant)
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=BETAS, eps=1e-8, **variant)
         for m in others:  # moments exist before the first step, since reading a checkpoint overwrites them
             steps = torch.zeros((), dtype=torch.float32, device=m.device if gpu else "cpu")
             self.adamw.state[m] = {"step": steps, **{name: torch.zeros_like(m) for name in MOMENTS}}

@@ -55,7 +55,6 @@ class Schedule:
     warmup: float = 0.05
     optimizer: str = "muon"
     weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     seed: int = 0
     eval_every: int = 0
@@ -113,7 +112,7 @@ class Run:
         """Gives the training ranks the weights of rank 0's draft, and makes the optimizer."""
         with self.ranks.collective(BEFORE):
             self.ranks.copy_from_first([*self.draft.parameters(), *self.draft.buffers()])
-        given = self.schedule.betas, self.schedule.weight_decay, self.ranks, self.schedule.optimizer
+        given = self.schedule.weight_decay, self.ranks, self.schedule.optimizer
         self.optimizer = MasterOptimizer(self.draft.named_parameters(), *given)
         self.watch = Stopwatch(self.draft.device)
 
