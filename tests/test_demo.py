@@ -19,10 +19,10 @@ import pytest
 from fledge.cli import app
 from fledge.commands import demo
 from fledge.commands.generate import GenerateOptions
-from fledge.io.display import ProgressDisplay
 from fledge.io.results import TINTS
 from fledge.measure.options import EvalOptions
 from fledge.train.setup.options import TrainOptions
+from fledge.train.setup.run import Display
 from support.commands import Ran
 from support.terminal import TerminalOf
 
@@ -167,7 +167,7 @@ def test_a_small_demo_is_interrupted_and_runs(
     (tmp_path / "bundled" / "demo" / "chats.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:40])))
     words = "demo", "--out", tmp_path / "demo", "--steps", 3, "--prompts", 3
     with monkeypatch.context() as patch:
-        patch.setattr(ProgressDisplay, "step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(Display, "after", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         assert fledge(*words).code == 130
     assert not (tmp_path / "demo" / "run" / "draft").exists()
     ran = fledge(*words)
