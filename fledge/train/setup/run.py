@@ -44,7 +44,6 @@ UPDATE_BYTES = 6  # per parameter during the update: the 16-bit gradient and its
 GRADIENT_SUM_BYTES = 4  # per parameter during the whole step, if a step has several rows
 WARM_UP_TOKENS = 128  # of the row that is run before memory is measured
 
-
 # runs a forward and backward pass; returns an object that holds all tensors which are alive when the draft is updated
 RunStep = Callable[[Packed, Implementation], Any]
 
