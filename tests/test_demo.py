@@ -74,10 +74,10 @@ def test_drafts_are_measured_in_one_fixed_way(fledge: Callable[..., Ran], jobs: 
     measured = [options for options in jobs if isinstance(options, EvalOptions)]
     assert [options.temperature for options in measured] == [0, 1]
     for options in measured:
-        assert options.depth == [demo.DEPTH] and options.draft_mode == ["chain"] and options.confidence == 0
+        assert options.depth == [] and options.draft_mode == ["chain"] and options.confidence == 0
         assert [Path(draft).parent.name for draft in options.draft] == ["run", tmp_path.name]
     (shown,) = (options for options in jobs if isinstance(options, GenerateOptions))
-    assert shown.stats and shown.depth == demo.DEPTH
+    assert shown.stats and shown.depth is None
 
 
 def test_the_table_has_every_draft_and_temperature(fledge: Callable[..., Ran], jobs: list[Any], tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
     python tools/make_demo_draft.py --data DIR --target fledge/demo/target --work runs/demo_draft --out fledge/demo
 
-The target answers the prompts of the conversations it learnt from, greedily and at temperature 1 (`fledge regenerate`);
-the shipped draft is trained on all these answers (`fledge train`). WORK/chats.jsonl.gz has the few conversations on
-which the demo trains its own draft, WORK/prompts.jsonl the held-out prompts on which it measures. At the end, what
-ships is copied to OUT; `--ship-only` copies from an earlier WORK and runs nothing else.
+The target answers the prompts of the conversations it learnt from, half of them greedily and half at temperature 1
+(`fledge regenerate`); the shipped draft is trained on all these answers (`fledge train`). WORK/chats.jsonl.gz has the
+few conversations on which the demo trains its own draft, WORK/prompts.jsonl the held-out prompts on which it measures.
+At the end, what ships is copied to OUT; `--ship-only` copies from an earlier WORK and runs nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from assistant_chats import Chat, beginning, conversations
 
-ANSWERED = {"bookings": 9000, "orders": 600, "stories": 2800, "sums": 7000}  # conversations, of each kind
+MIXED = {"bookings": 9000, "orders": 600, "stories": 2800, "sums": 7000}  # the conversations that the demo's come from
 TEMPERATURES = {"greedy": 0, "sampled": 1}
 DEMO = 1100  # conversations that the demo trains on
 MEASURED = {"bookings": 16, "stories": 16, "sums": 16}  # held-out prompts
@@ -58,28 +58,32 @@ def make(options: argparse.Namespace) -> None:
     draw = random.Random(options.seed)
     options.work.mkdir(parents=True, exist_ok=True)
     seen, held_out = conversations(options.data, options.seed)
-    chats = [
-        chat for kind, number in ANSWERED.items() for chat in draw.sample(seen[kind], min(number, len(seen[kind])))
-    ]
+    chats = [chat for kind, number in MIXED.items() for chat in draw.sample(seen[kind], min(number, len(seen[kind])))]
     draw.shuffle(chats)
-    write(options.work / "greedy.jsonl", chats[::2])
-    write(options.work / "sampled.jsonl", chats[1::2])
     prompts = [
         beginning(chat, draw) for kind, number in MEASURED.items() for chat in draw.sample(held_out[kind], number)
     ]
     draw.shuffle(prompts)
     write(options.work / "prompts.jsonl", prompts)
-    for name, temperature in TEMPERATURES.items():
-        fledge(
-            "regenerate", "--target", options.target, "--data", options.work / f"{name}.jsonl", "--batch", 512,
-            "--out", options.work / f"own-{name}.jsonl", "--temperature", temperature, "--max-new-tokens", 320,
-        )  # fmt: skip
+    mixed = {id(chat) for chat in chats}
+    rest = [chat for of_kind in seen.values() for chat in of_kind if id(chat) not in mixed] + seen["stories"]
+    draw.shuffle(rest)
+    for first, (name, temperature) in enumerate(TEMPERATURES.items()):
+        write(options.work / f"{name}.jsonl", chats[first::2])
+        write(options.work / f"more-{name}.jsonl", rest[first::2])
+        for file in (f"{name}.jsonl", f"more-{name}.jsonl"):
+            fledge(
+                "regenerate", "--target", options.target, "--data", options.work / file, "--batch", 512,
+                "--out", options.work / f"own-{file}", "--temperature", temperature, "--max-new-tokens", 320,
+            )  # fmt: skip
     own = [options.work / f"own-{name}.jsonl" for name in TEMPERATURES]
     write_demo_chats(own, options.work / "chats.jsonl.gz", draw)
+    own += [options.work / f"own-more-{name}.jsonl" for name in TEMPERATURES]
     fledge(
-        "train", "--target", options.target, "--data", own[0], "--data", own[1], "--out", options.work / "run",
-        "--epochs", options.epochs, "--depth", 5, "--draft-vocab", options.draft_vocab, "--max-length", 1024,
-        "--row-length", 16384, "--fc-norm", "--norm-output", "--lr", 2e-3, "--weight-decay", 0.5, "--eval-tokens", 64,
+        "train", "--target", options.target, *(word for file in own for word in ("--data", file)),
+        "--out", options.work / "run", "--epochs", options.epochs, "--depth", 5, "--draft-vocab", options.draft_vocab,
+        "--max-length", 1024, "--row-length", 16384, "--fc-norm", "--norm-output", "--lr", 2e-3,
+        "--weight-decay", 0.5, "--eval-tokens", 64,
     )  # fmt: skip
 
 

@@ -33,7 +33,6 @@ TRAIN: dict[str, Any] = {
     "depth": 4, "cod_rate": 0.7, "draft_vocab": 2048, "fc_norm": True, "norm_output": True, "row_length": 512,
     "lr": 3e-3, "gamma": 0.6, "weight_decay": 0.5, "eval_tokens": 32,
 }  # fmt: skip
-DEPTH = 4  # length of the drafted chains in all measurements
 NEW_TOKENS = 128
 TEMPERATURES = {"greedy": 0, "sampled": 1}
 
@@ -124,7 +123,7 @@ class Demo:
     def answer(self, question: str) -> None:
         """Shows the answer to a question, the draft's tokens tinted, and the speed."""
         pair = {name: str(self.out / name) for name in MODELS}
-        given: dict[str, Any] = pair | {"depth": DEPTH, "prompt": question, "stats": True}
+        given: dict[str, Any] = pair | {"prompt": question, "stats": True}
         self._print_command("The assistant answers a question; tokens of the draft are tinted.", "generate", given)
         generate.run(generate.GenerateOptions(**given, given=frozenset(given)), self.progress)
 
@@ -156,10 +155,13 @@ class Demo:
         return directory / "draft"
 
     def measure(self, drafts: dict[str, Path], temperature: int, prompts: int) -> dict[str, Any]:
-        """Decodes with each draft (by name) and without. Returns {name: record}."""
+        """Decodes without a draft, and with chains of the depth that each draft (by name) was trained with.
+
+        Returns {name: record}.
+        """
         given: dict[str, Any] = {
             "target": str(self.out / "target"), "draft": [str(draft) for draft in drafts.values()],
-            "draft_mode": ["chain"], "depth": [DEPTH], "prompts": [str(self.out / TEXTS[1])], "limit": prompts,
+            "draft_mode": ["chain"], "prompts": [str(self.out / TEXTS[1])], "limit": prompts,
             "max_new_tokens": NEW_TOKENS, "temperature": temperature, "out": str(self.out / f"eval-{temperature}.json"),
         }  # fmt: skip
         compared = "with each draft and without" if len(drafts) > 1 else "with the draft and without"
