@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 179,
-    "lines": 29_312,
-    "statements": 22_343,
-    "lines behind fledge train": 22_195,
-    "lines behind fledge generate": 12_921,
+    "lines": 29_304,
+    "statements": 22_337,
+    "lines behind fledge train": 22_187,
+    "lines behind fledge generate": 12_913,
     "lines behind the training loop": 5_442,
-    "lines behind the engine": 9_742,
+    "lines behind the engine": 9_734,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

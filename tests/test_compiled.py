@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fledge.decode.load import load
 from fledge.drafts.draft_decoder import DraftDecoder
-from fledge.drafts.kv_cache import CachedRows, KVCache, SlotPool, TreeRows
+from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.ops import compiled as build
 from fledge.ops import linear as linear_module
 from fledge.ops.attention_tree import VisibleChain
@@ -249,7 +249,7 @@ def test_more_queries_than_rows() -> None:
         shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         cache = KVCache(SlotPool(*shape, torch.device("cpu"), torch.float32), [20])
         rotation, state = decoder.rotation(torch.arange(2)), torch.ones(2, config.hidden_size)
-        queries = CachedRows(TreeRows(cache, 2, VisibleChain(asked_Q[None], 2)), asked_Q)
+        queries = TreeRows(cache, 2, VisibleChain(asked_Q[None], 2), asked_Q=asked_Q)
         found.append(decoder.step(torch.tensor([5, 6]), state, rotation, queries, queries)[0])
     near(*found)
 

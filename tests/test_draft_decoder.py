@@ -13,7 +13,7 @@ from torch import Tensor
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
-from fledge.drafts.kv_cache import CachedRows, KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.weights import load_draft, save_draft
 from fledge.ops.attention_tree import Visible
 from fledge.targets.compatibility import connect_draft
@@ -96,12 +96,13 @@ def test_it_computes_what_the_draft_does(name: str, dtype: torch.dtype) -> None:
     cache.keep(None, torch.tensor(lengths))
     causal_33 = torch.ones(3, 3, dtype=torch.bool).tril()
     asked_B1 = torch.tensor(last)[:, None]
-    attend = CachedRows(TreeRows(cache, 3, Visible(causal_33.expand(2, 3, 3))))
-    asked = CachedRows(TreeRows(cache, 3, Visible(causal_33[asked_B1])), asked_B1[:, 0] + torch.tensor([0, 3]))
+    attend = TreeRows(cache, 3, Visible(causal_33.expand(2, 3, 3)))
+    asked_Q = asked_B1[:, 0] + torch.tensor([0, 3])
+    asked = TreeRows(cache, 3, Visible(causal_33[asked_B1]), asked_Q=asked_Q)
     position = (cache.length_B[:, None] + torch.arange(3)).flatten()
     out = decoder.step(*joined(list(lengths), 3), decoder.rotation(position), attend, asked)
     cache.keep(None, asked_B1[:, 0] + 1)
-    more = CachedRows(TreeRows(cache, 1, Visible(torch.ones(2, 1, 1, dtype=torch.bool))))
+    more = TreeRows(cache, 1, Visible(torch.ones(2, 1, 1, dtype=torch.bool)))
     further = decoder.step(*joined([n + 3 for n in lengths], 1), decoder.rotation(cache.length_B), more)
     for step, (outs, normed) in enumerate((out, further)):
         fed_back, logits = decoder.predict(outs, normed)

@@ -29,7 +29,7 @@ from fledge.drafts.decode_layer import Rotation
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.eagle import EagleDraft
-from fledge.drafts.kv_cache import CachedRows, KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.attention_prompt import without_cudnn_sdpa
 from fledge.ops.attention_tree import Visible, VisibleChain
@@ -245,10 +245,10 @@ class EagleProposer(Proposer):
         asked_Q = asked_BS.flatten()
         if B > 1:
             asked_Q = (asked_BS + torch.arange(0, B * n, n, device=asked_BS.device)[:, None]).flatten()
-        attend = asked = CachedRows(TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=rows.slot_Bn), asked_Q)
+        attend = asked = TreeRows(cache, n, VisibleChain(asked_BS, n), slot_Bn=rows.slot_Bn, asked_Q=asked_Q)
         if len(self.decoder.layers) > 1:  # the layers before the last one compute all rows
             every = VisibleChain(self._counts(n).expand(B, n), n)
-            attend = CachedRows(TreeRows(cache, n, every, slot_Bn=rows.slot_Bn))
+            attend = TreeRows(cache, n, every, slot_Bn=rows.slot_Bn)
         row_M = None if rows.state_Bn is None else rows.state_Bn.flatten()
         return self.decoder.step(rows.token_Bn.flatten(), state_ME, rotation, attend, asked, row_M)
 
@@ -325,7 +325,7 @@ class StepProposer(EagleProposer):
         visible = front.visible
         if visible is None:
             visible = VisibleChain(self._counts(end)[end - 1 :].expand(B, F), end, sees_all=True)
-        attend = CachedRows(TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.used : end]))
+        attend = TreeRows(self.cache, F, visible, slot_Bn=self.slot_BJ[:, self.used : end])
         row_M = None if front.above_BF is None else front.above_BF.flatten()
         cos, sin = (x[self.level * B : (self.level + 1) * B] for x in self.rotation)
         out = self.decoder.step(front.token_BF.flatten(), self.fed_back, (cos, sin), attend, row_M=row_M)

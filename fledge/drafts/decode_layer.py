@@ -1,7 +1,7 @@
 """A decoder layer in decoding, of targets and drafts alike: fused operations for few rows, without gradients.
 
 A layer is a projection to queries, keys and values (`norm_linear`, or `plain_linear` of an input that has its norms),
-the attention (`CachedRows` of `drafts/kv_cache.py`), and `layer_output`.
+the attention (`CacheRows` of `drafts/kv_cache.py`), and `layer_output`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from fledge.drafts.compiled_layers import CompiledLayers, Joined, layers_of
 from fledge.drafts.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.eagle1 import Eagle1Draft
-from fledge.drafts.kv_cache import CachedRows, CacheRows, KVCache
+from fledge.drafts.kv_cache import CacheRows, KVCache
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.compiled import MOST_ROWS
 from fledge.ops.layer import add_rms_norm, join_embedding, rms_norm
@@ -79,19 +79,19 @@ class DraftDecoder:
 
     def read(self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, rows: CacheRows) -> None:
         """Adds the keys and values of M rows to the cache, and computes nothing else of the last layer."""
-        attend, last, normed_ME = CachedRows(rows), len(self.layers) - 1, None
+        last, normed_ME = len(self.layers) - 1, None
         for i, w in enumerate(self.layers):
             w = self.reading if i == last else w
             qkv_MO, residual_ME = self._project(i, w, token_M, state_ME, normed_ME=normed_ME)
             if i == last:
-                attend.write(i, qkv_MO, w, rotation)
+                rows.write(i, qkv_MO, w, rotation)
             else:
-                attended_MO = attend(i, qkv_MO, w, rotation)
+                attended_MO = rows(i, qkv_MO, w, rotation)
                 state_ME, normed_ME = layer_output(attended_MO, residual_ME, w, self.layers[i + 1].input_norm)
 
     def step(
-        self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CachedRows,
-        asked: CachedRows | None = None, row_M: Tensor | None = None,
+        self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, attend: CacheRows,
+        asked: CacheRows | None = None, row_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """One draft step of M rows, as `EagleDraft.step`. Returns the last layer's output [Q, E] at the queries of
         `asked` (None: at all rows); earlier layers compute all rows. With `row_M` (int64), row m has the state
@@ -99,7 +99,7 @@ class DraftDecoder:
         else None."""
         last, normed_ME = len(self.layers) - 1, None
         queries = asked or attend
-        if self.compiled and (not last or queries is attend) and self.compiled.takes(queries.rows, token_M.numel()):
+        if self.compiled and (not last or queries is attend) and self.compiled.takes(queries, token_M.numel()):
             return self._compiled_step(self.compiled, token_M, state_ME, rotation, queries, row_M)
         for i, w in enumerate(self.layers):
             at = asked if asked is not None and i == last else attend
@@ -110,7 +110,7 @@ class DraftDecoder:
         return state_ME, None
 
     def _compiled_step(
-        self, layers: CompiledLayers, token_M: Tensor, state_ME: Tensor, rotation: Rotation, queries: CachedRows,
+        self, layers: CompiledLayers, token_M: Tensor, state_ME: Tensor, rotation: Rotation, queries: CacheRows,
         row_M: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         draft = self.draft
@@ -119,7 +119,7 @@ class DraftDecoder:
         else:
             state_ME = state_ME if row_M is None else state_ME[row_M]
             first = self._joined(token_M)
-        out_QE, normed_QE, _ = layers(state_ME, rotation, queries.rows, asked_Q=queries.asked_Q, first=first)
+        out_QE, normed_QE, _ = layers(state_ME, rotation, queries, asked_Q=queries.asked_Q, first=first)
         return out_QE, normed_QE
 
     def _joined(self, token_M: Tensor) -> Joined:

@@ -195,13 +195,29 @@ class KVCache:
 
 
 class CacheRows:
-    """Rows of a pass over the sequences of a cache: the slots for the rows' keys and values, `slot_M`, and visibility.
+    """M rows of a pass over the sequences of a cache, grouped by sequence, and their attention.
 
-    M rows are grouped by sequence. There may be fewer queries than rows.
+    `slot_M` are the slots for the rows' keys and values. The queries are all rows, or only the rows at the indices
+    `asked_Q` (int64). A subclass says what each query sees.
     """
 
     cache: KVCache
     slot_M: Tensor
+    asked_Q: Tensor | None = None
+
+    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
+        """The heads' outputs [Q, H d] of the queries, from the fused projections of a layer, [M, (H + 2 G) d], before
+        RoPE and before the norms of queries and keys. Writes the rows' keys and values to the cache."""
+        q_QHd = self.asked(self.write(layer, qkv_MO, weights, rotation))
+        return self.read(layer, q_QHd, scale=weights.shape.scale, window=weights.window).flatten(1)
+
+    def write(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
+        """Writes the rows' keys and values to the cache, and returns the queries of all rows, [M, H, d]."""
+        return queries(qkv_MO, weights, rotation, *self.cache.pool.layers[layer], self.slot_M)
+
+    def asked(self, x_M: Tensor) -> Tensor:
+        """The queries' rows of a tensor [M, ..]."""
+        return x_M if self.asked_Q is None else x_M[self.asked_Q]
 
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
@@ -214,17 +230,17 @@ class CacheRows:
 class TreeRows(CacheRows):
     """n rows of each sequence after its committed tokens. Does not synchronize.
 
-    Each row sees the committed tokens, and of the J slots after the committed tokens the slots that `visible` [B, S, J]
-    says. The S queries are the n rows, or fewer rows with separate visibilities. `position_BS` are the queries'
-    positions, needed with windows only. `slot_Bn` are the rows' slots (int64); None for the slots after the committed
-    tokens. Tree nodes that follow the nodes of earlier passes need `slot_Bn`.
+    Each query sees the committed tokens, and of the J slots after them the slots that `visible` [B, S, J] says. The S
+    queries of a sequence are its n rows, or fewer with `asked_Q`. `position_BS` are the queries' positions, for windows
+    only. `slot_Bn` are the rows' slots (int64); None for the slots after the committed tokens. Tree nodes that follow
+    the nodes of earlier passes need `slot_Bn`.
     """
 
     def __init__(
         self, cache: KVCache, n: int, visible: Visible | VisibleChain, position_BS: Tensor | None = None,
-        slot_Bn: Tensor | None = None,
+        slot_Bn: Tensor | None = None, asked_Q: Tensor | None = None,
     ):  # fmt: skip
-        self.cache, self.visible, self.position_BS = cache, visible, position_BS
+        self.cache, self.visible, self.position_BS, self.asked_Q = cache, visible, position_BS, asked_Q
         self.slot_M = (cache.next_slots(n) if slot_Bn is None else slot_Bn).flatten()
         self._in_window: dict[int, Visible] = {}  # `visible` without the rows before a window
         self._slots: dict[int | None, list[tuple[Sequence[Tensor], Tensor | None]]] = {}  # read with each window
@@ -232,7 +248,7 @@ class TreeRows(CacheRows):
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
-        """See `CacheRows.read`. The queries are the queries of `visible`."""
+        """See `CacheRows.read`."""
         if not use_triton(q_QHd):
             return self._read_with_torch(layer, q_QHd, scale, window)
         cache, visible = self.cache, self._visible_in(window)
@@ -281,7 +297,7 @@ class PromptRows(CacheRows):
     def read(
         self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:  # fmt: skip
-        """See `CacheRows.read`. All rows are queries."""
+        """See `CacheRows.read`."""
         return self.attention(q_QHd, *self.cache.pool.layers[layer], scale, window)
 
     def commit(self, count_B: Tensor) -> None:
@@ -289,23 +305,15 @@ class PromptRows(CacheRows):
         self.cache.keep(None, count_B)
         self.cache.known_lengths = [n + count for n, count in zip(self.lengths, self.counts, strict=True)]
 
-
-class LastRows(CacheRows):
-    """The rows of prompts; only the last row of each sequence is a query. `count_B` are the `counts` of the prompts'
-    rows on the cache's device. A sequence without rows has a query too, with a meaningless result."""
-
-    def __init__(self, rows: PromptRows, count_B: Tensor):
-        self.cache, self.slot_M = rows.cache, rows.slot_M
-        before = copy.copy(rows.cache)  # as if all tokens except the last were committed
+    def last(self, count_B: Tensor, asked_B: Tensor) -> TreeRows:
+        """The same rows with a single query for each sequence: its last row, of index `asked_B` (int64). `count_B` are
+        the `counts` on the cache's device. A sequence without rows has a query too, with a meaningless result."""
+        before = copy.copy(self.cache)  # as if all tokens except the last were committed
         before.length_B = (before.length_B + count_B - 1).clamp_min(0)
         itself = VisibleChain(torch.zeros_like(count_B)[:, None], 1, sees_all=True)
-        self.last = TreeRows(before, 1, itself, before.length_B[:, None])
-
-    def read(
-        self, layer: int, q_QHd: Tensor, *, scale: float | None = None, window: int | None = None
-    ) -> Tensor:  # fmt: skip
-        """See `CacheRows.read`."""
-        return self.last.read(layer, q_QHd, scale=scale, window=window)
+        last = TreeRows(before, 1, itself, before.length_B[:, None], asked_Q=asked_B)
+        last.slot_M = self.slot_M
+        return last
 
 
 def queries(
@@ -316,25 +324,3 @@ def queries(
     return rope_to_cache(
         qkv_MO, *rotation, shape.heads, keys_GPd, values_GPd, slot_M, weights.q_norm, weights.k_norm, shape.eps
     )  # fmt: skip
-
-
-class CachedRows:
-    """The attention of M rows that are added to a cache. The queries of `rows` are the M rows, or only the rows at the
-    indices `asked_Q` (int64)."""
-
-    def __init__(self, rows: CacheRows, asked_Q: Tensor | None = None):
-        self.rows, self.asked_Q = rows, asked_Q
-
-    def __call__(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
-        """The heads' outputs [Q, H d] of the queries, from the fused projections of a layer, [M, (H + 2 G) d], before
-        RoPE and before the norms of queries and keys. Writes the rows' keys and values to the cache."""
-        q_QHd = self.asked(self.write(layer, qkv_MO, weights, rotation))
-        return self.rows.read(layer, q_QHd, scale=weights.shape.scale, window=weights.window).flatten(1)
-
-    def write(self, layer: int, qkv_MO: Tensor, weights: LayerWeights, rotation: Rotation) -> Tensor:
-        """Writes the rows' keys and values to the cache, and returns the queries of all rows, [M, H, d]."""
-        return queries(qkv_MO, weights, rotation, *self.rows.cache.pool.layers[layer], self.rows.slot_M)
-
-    def asked(self, x_M: Tensor) -> Tensor:
-        """The queries' rows of a tensor [M, ..]."""
-        return x_M if self.asked_Q is None else x_M[self.asked_Q]

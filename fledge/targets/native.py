@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fledge.drafts.compiled_layers import CompiledLayers, layers_of
 from fledge.drafts.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
-from fledge.drafts.kv_cache import CachedRows, KVCache, LastRows, PromptRows, SlotPool, TreeRows, queries
+from fledge.drafts.kv_cache import CacheRows, KVCache, PromptRows, SlotPool, TreeRows, queries
 from fledge.ops.attention_prompt import PackedAttention, without_cudnn_sdpa
 from fledge.ops.device import current_device, to_device
 from fledge.ops.layer import add_rms_norm
@@ -39,7 +39,7 @@ PARTS = (nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList)  # exactly these: a
 ACTIVATION = "transformers.activations"
 # transformers adds hooks to a model's layers when hidden states are asked for; the hooks change nothing
 HARMLESS_HOOKS = "transformers.utils.output_capturing"
-# The attention of the rows of a pass, `PackedRows` or `CachedRows` of `drafts/kv_cache.py`: the heads' outputs
+# The attention of the rows of a pass, `PackedRows` or `CacheRows` of `drafts/kv_cache.py`: the heads' outputs
 # [M, H d] of layer i, from the fused projections of M rows, [M, (H + 2 G) d], before RoPE and before the norms of
 # queries and keys.
 RowAttention = Callable[[int, Tensor, LayerWeights, Rotation], Tensor]
@@ -132,8 +132,8 @@ class NativeTarget(ModelTarget):
             token, count_B = to_device([token, count_B], self.device)
             last_B = count_B.cumsum(0) - 1
             every = final or self.num_layers in (layers or ())  # whether the last layer's output is read everywhere
-            last = None if every else CachedRows(LastRows(rows, count_B), last_B)
-            features = self._decoder(token, rows.position_M, CachedRows(rows), layers or (), last)
+            last = None if every else rows.last(count_B, last_B)
+            features = self._decoder(token, rows.position_M, rows, layers or (), last)
             rows.commit(count_B)
             last_BD = features.last_TD[last_B] if every else features.last_TD
             logits_BV = self._decoder.logits(last_BD)
@@ -148,7 +148,7 @@ class NativeTarget(ModelTarget):
         B, N = tree.token_BN.shape
         with current_device(self.device):
             position_BN, slot_BN, visible = place_trees(tree, cache.start_B, cache.length_B)
-            attend = CachedRows(TreeRows(cache, N, visible, position_BN, slot_BN))
+            attend = TreeRows(cache, N, visible, position_BN, slot_BN)
             features = self._decoder(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
             logits_BNV = self._decoder.logits(features.last_TD).view(B, N, -1)
         return logits_BNV, None if layers is None else features
@@ -203,7 +203,7 @@ class NativeDecoder:
 
     def __call__(
         self, token_M: Tensor, position_M: Tensor, attend: RowAttention, layers: Sequence[int] = (),
-        last: CachedRows | None = None,
+        last: CacheRows | None = None,
     ) -> Features:  # fmt: skip
         """The features of M rows: token ids and positions, int64 [M]. `layers` are as in `TrainingTarget.features`.
 
@@ -212,9 +212,9 @@ class NativeDecoder:
         """
         rotation, aux = self.rotation(position_M), []
         x_MD, normed_MD = nn.functional.embedding(token_M, self.embedding), None
-        if self.compiled and isinstance(attend, CachedRows) and self.compiled.takes(attend.rows, token_M.numel()):
+        if self.compiled and isinstance(attend, CacheRows) and self.compiled.takes(attend, token_M.numel()):
             asked_Q = None if last is None else last.asked_Q
-            _, final_QD, aux_MAD = self.compiled(x_MD, rotation, attend.rows, asked_Q=asked_Q, aux_layers=layers)
+            _, final_QD, aux_MAD = self.compiled(x_MD, rotation, attend, asked_Q=asked_Q, aux_layers=layers)
             return Features(aux_MAD, final_QD)
         next_norms = [*(w.input_norm for w in self.layers[1:]), self.norm]  # of what reads each layer's output
         for i, (w, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
