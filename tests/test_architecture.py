@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 179,
-    "lines": 29_304,
-    "statements": 22_337,
-    "lines behind fledge train": 22_187,
-    "lines behind fledge generate": 12_913,
+    "lines": 29_299,
+    "statements": 22_333,
+    "lines behind fledge train": 22_182,
+    "lines behind fledge generate": 12_908,
     "lines behind the training loop": 5_442,
-    "lines behind the engine": 9_734,
+    "lines behind the engine": 9_610,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

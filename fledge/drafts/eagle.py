@@ -15,11 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.layers import EAGER, Attention, Compute, EmbeddingRows, Layer, Linear, Part, RMSNorm
-from fledge.io.tensors import to_draft_names
+from fledge.io.fields import shortened
 
 if TYPE_CHECKING:
     from fledge.ops.training import SharedProducts
 
+SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+# the first layer in vLLM's names, the first layer in the names of speculators' EAGLE-1, and EAGLE-1's fusion layer
+PREFIXES = {"layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
 # the initial attention score of a slot for itself in the head of `_attend_to_own_token`; about 0 for other slots. With
 # q and k norms, it is √d instead.
 OWN_TOKEN_SCORE = 4.0
@@ -108,8 +111,23 @@ class EagleDraft(Draft):
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
-        """See `Draft.from_file`. The names may be those of any engine or trainer."""
-        return to_draft_names(tensors, config)
+        """See `Draft.from_file`. The names may be those of any engine or trainer, and fused projections (`qkv_proj`,
+        `gate_up_proj`) are split. Leaves out tensors that engines write or accept but a draft does not use. Raises
+        ValueError for a tensor that occurs twice, and for a fused projection whose rows do not fit the config."""
+        out: dict[str, Tensor] = {}
+        for given, tensor in tensors.items():
+            name = given.removeprefix("model.")
+            name = next((name.replace(p, ours, 1) for p, ours in PREFIXES.items() if name.startswith(p)), name)
+            name = SGLANG_NORMS.get(name, name)
+            duplicate = name.startswith("layers.") and name.endswith("hidden_norm.weight")  # see `to_file`
+            if name == "t2d" or name.endswith("rotary_emb.inv_freq") or duplicate:
+                continue
+            for part, rows in _split_fused(name, tensor, config).items():
+                if part in out:
+                    raise ValueError(f"{shortened(given)} is in the file twice, under two names")
+                rows = rows.reshape(1, 1, -1) if part == "mask_hidden" else rows  # vLLM accepts several shapes
+                out[part] = rows.to(torch.int64) if rows.dtype == torch.int32 else rows  # some trainers' d2t is int32
+        return out
 
     @property
     def blocks(self) -> list[Layer]:
@@ -220,3 +238,22 @@ def _attend_to_own_token(attention: Attention, width: int) -> None:
     for projection, rows in rows_of:
         projection.weight[: len(rows)] = F.pad(rows, (0, projection.in_features - width))
     attention.o_proj.weight[:, : heads * d].normal_(0, 0.02)
+
+
+def _split_fused(name: str, tensor: Tensor, config: DraftConfig) -> dict[str, Tensor]:
+    """The parts of a fused projection, by name; a tensor that is no fused projection stays whole."""
+    keys, inner = config.num_key_value_heads * config.head_dim, config.intermediate_size
+    fused = {
+        "self_attn.qkv_proj.": {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": keys, "v_proj": keys},
+        "mlp.gate_up_proj.": {"gate_proj": inner, "up_proj": inner},
+    }
+    for key, parts in fused.items():
+        if key not in name:
+            continue
+        rows = tensor.shape[0] if tensor.dim() else 0
+        if rows != sum(parts.values()):
+            raise ValueError(f"{shortened(name)} has {rows} rows, but the config requires {sum(parts.values())}")
+        module = key.split(".")[0]
+        names = (name.replace(key, f"{module}.{part}.") for part in parts)
+        return dict(zip(names, tensor.split(list(parts.values())), strict=True))
+    return {name: tensor}

@@ -1,4 +1,4 @@
-"""Reads the tensors of drafts, from every file format of drafts and under the tensor names of other projects."""
+"""Reads the tensors of drafts, from every file format of drafts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fledge.config import DraftConfig
 from fledge.io.fields import first_line, read_json, shortened
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # the index of weights that are split into several files
 PICKLED = "pytorch_model.bin"  # the weights file of the EAGLE authors' drafts
 MAX_INDEX_BYTES = 2**24
-SGLANG_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-# the first layer in vLLM's names, the first layer in the names of speculators' EAGLE-1, and EAGLE-1's fusion layer
-PREFIXES = {"layers.0.": "midlayer.", "transformer.": "midlayer.", "fusion_fc.": "fc."}
 
 
 def weights_file(directory: Path) -> Path:
@@ -153,44 +149,3 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _is_shard(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
-
-
-def to_draft_names(tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
-    """The tensors under `Draft`'s names, without tensors that engines write or accept but a draft does not use.
-
-    Fused projections (`qkv_proj`, `gate_up_proj`) are split. Raises ValueError for a tensor that occurs twice, and for
-    a fused projection whose rows do not fit the config.
-    """
-    out: dict[str, Tensor] = {}
-    for given, tensor in tensors.items():
-        name = given.removeprefix("model.")
-        name = next((name.replace(p, ours, 1) for p, ours in PREFIXES.items() if name.startswith(p)), name)
-        name = SGLANG_NORMS.get(name, name)
-        duplicate = name.startswith("layers.") and name.endswith("hidden_norm.weight")  # see `portable_tensors`
-        if name == "t2d" or name.endswith("rotary_emb.inv_freq") or duplicate:
-            continue
-        for part, rows in _split(name, tensor, config).items():
-            if part in out:
-                raise ValueError(f"{shortened(given)} is in the file twice, under two names")
-            rows = rows.reshape(1, 1, -1) if part == "mask_hidden" else rows  # vLLM accepts several shapes
-            out[part] = rows.to(torch.int64) if rows.dtype == torch.int32 else rows  # some trainers' d2t is int32
-    return out
-
-
-def _split(name: str, tensor: Tensor, config: DraftConfig) -> dict[str, Tensor]:
-    """The parts of a fused projection, by name; a tensor that is no fused projection stays whole."""
-    keys, inner = config.num_key_value_heads * config.head_dim, config.intermediate_size
-    fused = {
-        "self_attn.qkv_proj.": {"q_proj": config.num_attention_heads * config.head_dim, "k_proj": keys, "v_proj": keys},
-        "mlp.gate_up_proj.": {"gate_proj": inner, "up_proj": inner},
-    }
-    for key, parts in fused.items():
-        if key not in name:
-            continue
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if rows != sum(parts.values()):
-            raise ValueError(f"{shortened(name)} has {rows} rows, but the config requires {sum(parts.values())}")
-        module = key.split(".")[0]
-        names = (name.replace(key, f"{module}.{part}.") for part in parts)
-        return dict(zip(names, tensor.split(list(parts.values())), strict=True))
-    return {name: tensor}
