@@ -29,9 +29,9 @@ BUDGETS = {
     "lines": 29_299,
     "statements": 22_333,
     "lines behind fledge train": 22_182,
-    "lines behind fledge generate": 12_908,
+    "lines behind fledge generate": 12_862,
     "lines behind the training loop": 5_442,
-    "lines behind the engine": 9_610,
+    "lines behind the engine": 9_564,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

@@ -237,7 +237,7 @@ def test_loss_of_ties_takes_the_first() -> None:
 def test_rope(H: int, d: int, rotated: int) -> None:
     """Outputs and gradients equal plain torch's, for full and partial rotation and head sizes that are not powers of
     two."""
-    from fledge.ops.rope_triton import rope
+    from fledge.ops.training_triton import rope
 
     x = torch.randn(7, H, d, device=DEVICE).requires_grad_()
     angle = torch.randn(7, 1, rotated // 2, device=DEVICE).repeat(1, 1, 2)
@@ -328,8 +328,7 @@ def test_rows_are_added(O: int) -> None:
 def test_parts_in_16_bits(part: str) -> None:
     """The error of each part's outputs and gradients is at most 1.5 times that of plain torch in the same dtype:
     bfloat16 on a GPU, float16 in the interpreter, which does not round bfloat16 as a GPU does."""
-    from fledge.ops.rope_triton import rope
-    from fledge.ops.training_triton import norm_with_input
+    from fledge.ops.training_triton import norm_with_input, rope
 
     half = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     S, E, inner = 40, 256, 1536

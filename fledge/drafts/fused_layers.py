@@ -37,7 +37,7 @@ class FusedCompute(Compute):
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """See `Compute.rotate`."""
-        from fledge.ops.rope_triton import rope
+        from fledge.ops.training_triton import rope
 
         return rope(x, *rotation)
 
