@@ -64,8 +64,8 @@ from fledge.drafts.weights import save_draft
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
 from fledge.targets.compatibility import connect_draft
+from fledge.targets.distributed import ShardedTarget, fill_with, shard_layers
 from fledge.targets.loading import target_of
-from fledge.targets.structure import fill_with, shard_layers
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Sampling
 
@@ -181,7 +181,7 @@ def random_target(shape: str, device: str, mesh: DeviceMesh | None = None) -> Tr
     if mesh is not None:
         shard_layers(model, mesh, fill_with(torch.device(device), randomize_weight))
         model.model.rotary_emb = rotary.to(device)
-        return TransformersTarget(model, one_word_tokenizer(), sharded=True)
+        return ShardedTarget(model, one_word_tokenizer())
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
     randomize(model)

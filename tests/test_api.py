@@ -282,7 +282,7 @@ next(stream)
 
 
 def test_a_target_with_a_table_of_positions_keeps_some_for_the_draft(engine: api.Engine, monkeypatch) -> None:
-    monkeypatch.setattr(engine.target.parts, "rotary", False)
+    monkeypatch.setattr(engine.target, "rotary", False)
     room = engine.target.context - len(IDS)
     words = f"a context of {engine.target.context} tokens, the last 3 of which are for drafted tokens; shorten the"
     with pytest.raises(

@@ -32,7 +32,6 @@ from fledge.drafts.kv_cache import KVCache, SlotPool, TreeRows
 from fledge.targets import cache as cache_module
 from fledge.targets.cache import GrowingLayer, TargetCache
 from fledge.targets.native import NativeTarget
-from fledge.targets.parts import ModelTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.types import Prompt, Sampling, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, prompts
@@ -633,7 +632,7 @@ def test_breaking_it_is_noticed(
     asked = [*asked[:4], [9] * 30, [8]]
     one = alone(engine, asked, max_new_tokens=25)
     replace_function(monkeypatch, owner, name, wrong)
-    monkeypatch.setattr(ModelTarget, "check_masks", lambda self, requests=1: None)
+    monkeypatch.setattr(TransformersTarget, "check_masks", lambda self, requests=1: None)
     try:
         broken = engine.generate_all(asked, batch=3, max_new_tokens=25)
     except (AssertionError, KeyError, IndexError, RuntimeError):

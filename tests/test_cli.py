@@ -27,7 +27,7 @@ from fledge.measure.record import is_record
 from fledge.measure.table import figure_lines, notices
 from fledge.regenerate.answerers import OwnEngine
 from fledge.targets.loading import load_target
-from fledge.targets.parts import ModelTarget
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.setup import run as run_setup
 from support.acceptance import define_measurements, tau_by_definition, tau_of_alpha
 from support.chats import tiny_chats
@@ -368,7 +368,8 @@ def test_the_readmes_commands_on_a_target_of_short_context(context, fledge, tmp_
 def test_drafts_stay_within_a_table_of_positions(fledge, tmp_path, monkeypatch):
     """With a table of positions, drafted tokens need positions within it too: training refuses too long prompts before
     its first step, and the defaults leave enough room."""
-    monkeypatch.setattr(ModelTarget, "rotary", False)
+    table = property(lambda self: False, lambda self, found: None)  # whatever is found when a target is made
+    monkeypatch.setattr(TransformersTarget, "rotary", table, raising=False)
     target, chats = bare_target(tmp_path, max_position_embeddings=64)
     words = ["train", "--target", target, "--data", chats, "--out", tmp_path / "run", *SAME_SHAPE, "--eval-tokens", 30]
     long = {"prompt": load_target(target).tokenizer.decode([9] * 33)}

@@ -74,7 +74,7 @@ def by_the_paper(draft: Draft, target: TransformersTarget, d: Document) -> Tenso
         x = F.rms_norm(h, h.shape[1:], w[name + "post_attention_layernorm.weight"], c.rms_norm_eps)
         gate, up, down = (w[f"{name}mlp.{p}_proj.weight"] for p in ("gate", "up", "down"))
         h = h + (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-    head = target.parts.head.weight.to(draft.dtype)
+    head = target.head.weight.to(draft.dtype)
     said, wanted = h[live], f[[t + 1 for t in live]]
     regression = F.smooth_l1_loss(said, wanted, reduction="none").mean(-1).sum()
     return regression - 0.1 * ((wanted @ head.T).softmax(-1) * (said @ head.T).log_softmax(-1)).sum()
@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_the_papers(name: str, dtype: torch.dtype, ways: 
     for n, p in draft.named_parameters():
         torch.testing.assert_close(found[n], p.grad, **close, msg=n)
     assert int(step.live_K) == int(step.scored_K) == sum(len(live_by_definition(d, 1)) for d in DOCUMENTS)
-    assert target.parts.head.weight.grad is None and target.embedding.grad is None
+    assert target.head.weight.grad is None and target.embedding.grad is None
 
 
 def test_triton_layers_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

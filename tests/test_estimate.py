@@ -90,7 +90,7 @@ def test_the_layers_of_a_target_are_shared_and_the_rest_is_whole() -> None:
     """The bytes of a rank by the model's parameters, with and without a head of its own."""
     for tied in (False, True):
         target = tiny_target(tokenizer=False, tie_word_embeddings=tied)
-        layer = sum(p.numel() for p in target.parts.layers[0].parameters()) * 4
+        layer = sum(p.numel() for p in target.layers[0].parameters()) * 4
         rest = (400 * 32 * (1 if tied else 2) + 32) * 4
         sizes = target_bytes(target)
         assert sizes == TargetBytes(layers=8 * layer, largest=layer, rest=rest)

@@ -246,7 +246,7 @@ def test_a_window_is_found_in_the_code_of_the_model(
     for module, found in ((None, window), ("torch.distributed.fsdp", window), ("session", WINDOW)):
         target = target_of(model_of(family, sizes | dict(sliding_window=WINDOW)), tiny_tokenizer())
         if module is not None:
-            give_class_of(module, target.parts.decoder)
+            give_class_of(module, target.decoder)
         assert target._window == found
 
 
@@ -283,7 +283,7 @@ def test_a_model_whose_layers_read_no_tokens_decodes_but_trains_no_draft(tmp_pat
     assert target.stop_ids == {1}
     assert len(fledge.load(target).generate(PROMPT, max_new_tokens=3).tokens) == 3
     with pytest.raises(ValueError, match=r"CpmAntModel does not have .* no draft can be trained for it"):
-        target.parts.layers  # noqa: B018
+        target.layers  # noqa: B018
 
 
 def test_a_model_without_attention_gives_its_draft_heads_64_wide() -> None:

@@ -20,6 +20,7 @@ from fledge.data.pack import Rows
 from fledge.io.display import ProgressDisplay
 from fledge.io.results import ResultPrinter
 from fledge.targets.compatibility import resolve_layers
+from fledge.targets.distributed import load_sharded_target
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
 from fledge.train import trainer
@@ -71,7 +72,10 @@ def train(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Trains in float64 and returns the draft's parameters. In a rank that holds only the target, feeds the others."""
     mesh = ranks.mesh if sharded and not ranks.trains else None
-    model = load_target(target, dtype=torch.float64, mesh=mesh, implementation="transformers")
+    if mesh is None:
+        model = load_target(target, dtype=torch.float64, implementation="transformers")
+    else:
+        model = load_sharded_target(target, mesh, dtype=torch.float64)
     eagle1 = variant == "eagle1"
     layers = () if eagle1 else resolve_layers(None, model)
     draft = tiny_draft(model, method="eagle1") if eagle1 else tiny_draft(model)

@@ -20,8 +20,8 @@ def test_a_draft_starts_with_the_last_layers_weights(family):
     target = tiny_target(family)
     draft = tiny_draft(target, draft_vocab_size=100)
     start_from(target, draft)
-    E, last, ours = 32, target.parts.layers[-1], draft.midlayer
-    torch.testing.assert_close(draft.lm_head.weight, target.parts.head.weight[draft.target_ids()])
+    E, last, ours = 32, target.layers[-1], draft.midlayer
+    torch.testing.assert_close(draft.lm_head.weight, target.head.weight[draft.target_ids()])
     torch.testing.assert_close(draft.norm.weight, target.norm.weight)
     torch.testing.assert_close(ours.mlp.down_proj.weight, last.mlp.down_proj.weight)
     x = torch.randn(3, E)
@@ -79,7 +79,7 @@ def test_a_norm_of_another_kind_is_not_copied(monkeypatch):
     target = tiny_target()
     draft = tiny_draft(target)
     before = draft.norm.weight.clone()
-    target.parts.norm = OnePlus(target.norm)
+    target.norm = OnePlus(target.norm)
     start_from(target, draft)
     assert torch.equal(draft.norm.weight, before)
 

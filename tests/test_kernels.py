@@ -511,7 +511,7 @@ def test_training_step_in_16_bits(attention: str) -> None:
     row = row_of(LONG, filler=5)
     draft, features = draft.to(DEVICE, torch.bfloat16), features_for(draft, target, row)
     features = Features(*(x.to(DEVICE, torch.bfloat16) for x in (features.aux_TAD, features.last_TD)))
-    head = target.parts.head.weight.to(DEVICE, torch.bfloat16)
+    head = target.head.weight.to(DEVICE, torch.bfloat16)
 
     def gradients_of(draft: Draft, ways: Implementation) -> dict[str, Tensor]:
         draft.share_target_weights(target.embedding)

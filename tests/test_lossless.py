@@ -192,7 +192,7 @@ def test_coupled_drafts_guess_the_targets_draws(mode: str, vocabulary: int) -> N
     target = tiny_target(native=True)
     method = P_EAGLE if mode == "parallel" else {}
     draft = tiny_draft(target, draft_vocab_size=vocabulary, **method)
-    for head in (target.parts.head.weight, draft.lm_head.weight):
+    for head in (target.head.weight, draft.lm_head.weight):
         head.data.zero_()
     engine = load(target, draft, depth=depth, mode=mode)
     options = dict(max_new_tokens=60, sampling=Sampling(temperature=0.7, seed=1))
@@ -286,7 +286,7 @@ def test_drafts_beyond_learned_positions_are_refused(monkeypatch: pytest.MonkeyP
     engine = load(exact_target(), tiny_draft(exact_target()), depth=6)
     prompt = [5] * 500
     assert_same(*both(engine, prompt, max_new_tokens=12))
-    monkeypatch.setattr(engine.target.parts, "rotary", False)
+    monkeypatch.setattr(engine.target, "rotary", False)
     with pytest.raises(ValueError, match="a context of 512 tokens, the last 6 of which are for drafted tokens"):
         engine.generate(prompt, max_new_tokens=12)
     assert_same(*both(engine, prompt, max_new_tokens=6))

@@ -52,13 +52,13 @@ def test_a_target_that_computes_nan_is_named(made, fledge, job, value):
 
 def test_logits_of_minus_infinity_are_allowed(target, monkeypatch):
     """Logits of -inf are valid, since some models exclude their padding tokens this way."""
-    engine, forward = load(target), target.parts.head.forward
+    engine, forward = load(target), target.head.forward
     free = engine.generate([5, 6, 7], max_new_tokens=5).tokens
 
     def forbidding(x):
         return forward(x).index_fill(-1, torch.tensor(free), float("-inf"))
 
-    monkeypatch.setattr(target.parts.head, "forward", forbidding)
+    monkeypatch.setattr(target.head, "forward", forbidding)
     others = engine.generate([5, 6, 7], max_new_tokens=5).tokens
     assert len(others) == len(free) == 5 and not set(others) & set(free)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fledge import train_draft
-from fledge.targets.distributed import layout_of, parts_of, target_of_parts
+from fledge.targets.distributed import layout_of, load_sharded_target, parts_of, target_of_parts
 from fledge.targets.loading import load_target
 from fledge.targets.quantized import quantization_of, weight_of
 from fledge.targets.transformers import TransformersTarget
@@ -82,10 +82,10 @@ def quantized_target(kind: type[Int8Linear]) -> TransformersTarget:
 def test_weights_are_those_that_the_layers_compute_with(kind: type[Int8Linear]) -> None:
     """The head's and the last layer's, whatever is stored: the packed numbers would be wrong by their scales."""
     target = quantized_target(kind)
-    last = target.parts.layers[-1]
+    last = target.layers[-1]
     modules = {"q_proj": last.self_attn.q_proj, "o_proj": last.self_attn.o_proj, "down_proj": last.mlp.down_proj}
     found = {name: target.last_layer_weights()[f"{name}.weight"] for name in modules}
-    for module, weight in ((target.parts.head, target.head_weight), *((m, found[name]) for name, m in modules.items())):
+    for module, weight in ((target.head, target.head_weight), *((m, found[name]) for name, m in modules.items())):
         torch.testing.assert_close(weight, module.weight.float() * module.scale, rtol=1e-5, atol=1e-6)
     assert target.quantization == "fp8" and target.implementation == "transformers"
     features = target.features(ROW, (1, 4, 8))
@@ -157,7 +157,7 @@ def test_a_missing_package_is_named(quantization: dict[str, Any], package: str, 
 def test_quantized_layers_are_not_sharded(tmp_path: Path) -> None:
     path = with_config(tiny_target_directory(tmp_path), {"quant_method": "fp8"})
     with pytest.raises(ValueError, match="quantized by fp8, so its layers cannot be sharded; let each"):
-        load_target(path, mesh=SimpleNamespace())
+        load_sharded_target(path, SimpleNamespace())
 
 
 # -- formats whose packages are installed ---------------------------------------------------------------------------

@@ -34,9 +34,9 @@ from fledge.data.template import ChatTemplate
 from fledge.drafts.weights import WEIGHTS, write_files
 from fledge.io.display import ProgressDisplay
 from fledge.states import writer as feature_writer
-from fledge.targets import structure as structure_module
+from fledge.targets import distributed as distributed_module
 from fledge.targets.compatibility import resolve_layers
-from fledge.targets.distributed import target_bytes
+from fledge.targets.distributed import load_sharded_target, target_bytes
 from fledge.targets.loading import load_target
 from fledge.targets.source import LiveFeatures
 from fledge.targets.transformers import TransformersTarget
@@ -233,7 +233,7 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
     Each rank has its own row."""
     path = directory / "target"
     whole = load_target(path, dtype=torch.float64, implementation="transformers")
-    sharded = load_sharded_target(ranks, path)
+    sharded = measured_sharded_target(ranks, path)
     assert sharded.packs == whole.packs and not sharded.rollback_problem
     assert any(isinstance(p, DTensor) for p in sharded.model.parameters())
     row, layers = row_of([DOCUMENTS[ranks.rank], DOCUMENTS[3]], filler=3), (1, 4, 8)
@@ -257,7 +257,7 @@ def compare_sharded_target(ranks: Ranks, directory: Path) -> None:
         write_files(probe_of(whole, ALONE), directory / "whole")
 
 
-def load_sharded_target(ranks: Ranks, path: Path) -> TransformersTarget:
+def measured_sharded_target(ranks: Ranks, path: Path) -> TransformersTarget:
     """A target with sharded layers; while the target is loaded, a rank holds its share and one whole layer."""
     before, most = bytes_in_memory(), []
 
@@ -266,9 +266,9 @@ def load_sharded_target(ranks: Ranks, path: Path) -> TransformersTarget:
         return original(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        replace_function(patch, structure_module, "fully_shard", measured)
-        target = load_target(path, dtype=torch.float64, mesh=ranks.mesh)
-    sizes, layers = target_bytes(target), len(target.parts.layers)
+        replace_function(patch, distributed_module, "fully_shard", measured)
+        target = load_sharded_target(path, ranks.mesh, dtype=torch.float64)
+    sizes, layers = target_bytes(target), len(target.layers)
     buffers = sum(x.nbytes for x in target.model.buffers())
     share = sizes.on_rank(ranks.size) + buffers
     assert share < sizes.whole

@@ -154,7 +154,7 @@ def test_rotary_equals_the_targets(name: str) -> None:
     rotary = tiny_draft(target).rotary
     position = torch.tensor([0, 3, 63, 64, 65, 255])
     cos, sin = rotary(position, torch.float32)
-    their_cos, their_sin = target.parts.decoder.rotary_emb(torch.zeros(1), position[None])
+    their_cos, their_sin = target.decoder.rotary_emb(torch.zeros(1), position[None])
     torch.testing.assert_close(cos[:, 0], their_cos[0])
     torch.testing.assert_close(sin[:, 0], their_sin[0])
 

@@ -330,12 +330,12 @@ def test_layers_on_several_devices(monkeypatch):
     # transformers' masks ask for values
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
     model.embed_tokens.to("meta"), model.rotary_emb.to("meta")
-    target.parts.embedding = model.embed_tokens.weight
+    target.embedding = model.embed_tokens.weight
 
     def move(module, args, kwargs):
         return tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device="cpu"), (args, kwargs))
 
-    for layer in target.parts.layers:
+    for layer in target.layers:
         layer.register_forward_pre_hook(move, with_kwargs=True)
     layers, cache = (1, 4, 6), TargetCache()
     with torch.inference_mode():
@@ -355,7 +355,7 @@ def test_no_hook_is_left_behind():
     with pytest.raises(IndexError):
         target.run_decoder(torch.tensor([1000]), torch.arange(1), LAYERS)
     target.run_decoder(some_tokens(3), torch.arange(3), LAYERS)
-    modules = [target.norm, *target.parts.layers]
+    modules = [target.norm, *target.layers]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
@@ -449,13 +449,13 @@ def test_logits_are_the_models_own(family):
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0]
     last = target.run_decoder(tokens, torch.arange(9), ()).last_TD
     torch.testing.assert_close(target.logits(last), own, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(target.parts.head(last), own, rtol=1e-2), "the family's own scaling has no effect here"
+    assert not torch.allclose(target.head(last), own, rtol=1e-2), "the family's own scaling has no effect here"
     target.check_logits()
 
 
 def test_a_head_with_a_bias():
     target = target_of("Phi", intermediate_size=64)
-    torch.nn.init.normal_(target.parts.head.bias)
+    torch.nn.init.normal_(target.head.bias)
     target.check_logits()
 
 
@@ -478,8 +478,8 @@ def test_an_unknown_transformation_of_the_logits_is_refused(monkeypatch):
 def test_a_head_of_another_vocabulary_than_the_embedding_is_refused():
     """Moshi has an embedding of one token more than its head."""
     target = target_of("Llama")
-    target.model.lm_head = target.parts.head = torch.nn.Linear(target.embedding.shape[1], target.embedding.shape[0] - 1)
-    vars(target.parts).pop("head_weight", None)
+    target.model.lm_head = target.head = torch.nn.Linear(target.embedding.shape[1], target.embedding.shape[0] - 1)
+    vars(target).pop("head_weight", None)
     with pytest.raises(
         ValueError, match=r"tiny Llama reads [\d,]+ tokens and predicts [\d,]+, and fledge trains drafts"
     ):
@@ -507,7 +507,7 @@ def test_longrope_is_chosen_once_for_every_length_of_call(max_length, chosen):
     assert all(torch.allclose(f.last_TD[:8], features[0].last_TD, rtol=1e-4, atol=1e-4) for f in features[1:])
     factors = torch.tensor(LONGROPE["rope_parameters"][chosen])
     expected = 1 / (factors * 1e4 ** (torch.arange(0, 8, 2) / 8))
-    torch.testing.assert_close(target.parts.decoder.rotary_emb.inv_freq, expected)
+    torch.testing.assert_close(target.decoder.rotary_emb.inv_freq, expected)
     assert RopeConfig.from_hf(target.config.to_dict()).for_length(target.max_length).long == (chosen == "long_factor")
 
 

@@ -33,7 +33,7 @@ from fledge.targets.compatibility import layers_of, mismatch
 from fledge.targets.distributed import model_bytes, out_of_memory
 from fledge.targets.interface import TrainingTarget
 from fledge.targets.loading import load_target
-from fledge.targets.parts import ModelTarget
+from fledge.targets.transformers import TransformersTarget
 
 # prompts to decode with a draft that has no probe
 QUESTIONS = (
@@ -126,7 +126,7 @@ def _explaining_memory(target: str) -> Iterator[None]:
         ) from e
 
 
-def _load_target(load: Callable[..., ModelTarget], device: str, files_only: bool) -> ModelTarget:
+def _load_target(load: Callable[..., TransformersTarget], device: str, files_only: bool) -> TransformersTarget:
     """The target; with `files_only` without weights. Raises MemoryError if the weights would not fit."""
     empty = load(device=device, weights=False)
     if files_only:
@@ -138,7 +138,7 @@ def _load_target(load: Callable[..., ModelTarget], device: str, files_only: bool
 
 
 def _check_files(
-    report: Report, draft: DraftOnDisk, target: ModelTarget, probe: Probe | None, engine: str | None
+    report: Report, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None, engine: str | None
 ) -> None:
     """The checks that compute nothing."""
     record, config = probe.record if probe else None, draft.config
@@ -204,7 +204,7 @@ def _export_cure(name: str, engine: str) -> str:
     return f"write them with fledge export --draft {name} --to {engine} --out DIR"
 
 
-def _replay_target(report: Report, target: ModelTarget, probe: Probe) -> None:
+def _replay_target(report: Report, target: TransformersTarget, probe: Probe) -> None:
     """Computes the probe's hidden states again."""
     try:
         findings, notes, errors = feature_findings(probe, target)
@@ -229,7 +229,7 @@ def _replay_draft(report: Report, draft: DraftOnDisk, probe: Probe) -> None:
 
 
 def _decode(
-    report: Report, name: str, draft: DraftOnDisk, target: ModelTarget, probe: Probe | None,
+    report: Report, name: str, draft: DraftOnDisk, target: TransformersTarget, probe: Probe | None,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Decodes a few prompts, if draft and target can be used together."""
@@ -255,11 +255,13 @@ def _decode(
     report.measured |= figures
 
 
-def _decoded(target: ModelTarget, draft: DraftFiles, *how: Any) -> ProbeDecoding:
+def _decoded(target: TransformersTarget, draft: DraftFiles, *how: Any) -> ProbeDecoding:
     return decode(target, draft.build(target.device, target.dtype), *how)
 
 
-def _decode_questions(report: Report, draft: DraftFiles, target: ModelTarget, say: Callable[[str], None]) -> None:
+def _decode_questions(
+    report: Report, draft: DraftFiles, target: TransformersTarget, say: Callable[[str], None]
+) -> None:
     """Decodes QUESTIONS with a draft without a record, with the draft's config and with variants of the config."""
     template = ChatTemplate(target.tokenizer, target.stop_ids, draft.config.provenance.template_kwargs)
     chats = target.tokenizer.chat_template is not None

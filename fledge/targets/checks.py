@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,6 @@ from fledge.types import Prompt, Tree
 if TYPE_CHECKING:
     from fledge.targets.interface import Cache, DecodingTarget
     from fledge.targets.native import NativeTarget
-    from fledge.targets.parts import ModelTarget
     from fledge.targets.transformers import TransformersTarget
 
 LONGEST_WINDOW = 512  # tokens; `check_masks` tests windows of attention up to this size
@@ -32,7 +31,7 @@ def nearly_equal(a: Tensor, b: Tensor, quantized: bool = False) -> bool:
     return bool((a - b).float().norm() <= tolerance * b.float().norm())
 
 
-def random_tokens(target: ModelTarget, *shape: int, seed: int) -> Tensor:
+def random_tokens(target: TransformersTarget, *shape: int, seed: int) -> Tensor:
     """Random token ids of the given shape, int64, on the target's device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(target.embedding.shape[0], shape, generator=generator).to(target.device)
@@ -51,9 +50,9 @@ def isolates_documents(target: TransformersTarget) -> bool:
 
 
 @torch.no_grad()
-def logits_problem(target: TransformersTarget, logits: Callable[[Tensor], Tensor]) -> str:
-    """The reason why `logits` of the model's final hidden states differ from the model's own logits; empty if nearly
-    equal. Raises ValueError if the model's logits are NaN or infinite."""
+def logits_problem(target: TransformersTarget) -> str:
+    """The reason why the target's `logits` of the model's final hidden states differ from the model's own logits; empty
+    if nearly equal. Raises ValueError if the model's logits are NaN or infinite."""
     read, written = target.embedding.shape[0], target.head_weight.shape[0]
     if read != written:
         return f"reads {read:,} tokens and predicts {written:,}, and fledge trains drafts of one vocabulary only"
@@ -61,7 +60,7 @@ def logits_problem(target: TransformersTarget, logits: Callable[[Tensor], Tensor
     last_TD = target.run_decoder(tokens, torch.arange(7, device=target.device), ()).last_TD
     own = target.model(input_ids=tokens[None], use_cache=False).logits[0].to(target.device)
     target.check_numbers(own)
-    if nearly_equal(logits(last_TD), own, bool(target.quantization)):
+    if nearly_equal(target.logits(last_TD), own, bool(target.quantization)):
         return ""
     return (
         "computes its logits in a way fledge does not know: its output head applied to the final hidden state differs "
@@ -97,7 +96,7 @@ def _temporary_cache(target: DecodingTarget, sizes: Sequence[int]) -> Iterator[C
         cache.select([])
 
 
-def _window_size(target: ModelTarget) -> int:
+def _window_size(target: TransformersTarget) -> int:
     """The largest window of attention in the config, in tokens; 0 without a window. Windows above LONGEST_WINDOW are
     left out, because running a text longer than the window takes long."""
     names = "sliding_window", "attention_chunk_size", "window_size"
@@ -105,7 +104,7 @@ def _window_size(target: ModelTarget) -> int:
     return max((n for n in sizes if isinstance(n, int) and n <= LONGEST_WINDOW), default=0)
 
 
-def _documents(target: ModelTarget) -> tuple[Tensor, ...]:
+def _documents(target: TransformersTarget) -> tuple[Tensor, ...]:
     """Two documents of 9 tokens and one of 7."""
     return random_tokens(target, 25, seed=0).split([9, 9, 7])
 
@@ -152,7 +151,7 @@ def cache_matches_full_pass(target: TransformersTarget) -> bool:
 
 
 @torch.inference_mode()
-def check_masks(target: ModelTarget, requests: int = 1) -> None:
+def check_masks(target: TransformersTarget, requests: int = 1) -> None:
     requests = min(requests, 2)
     name, what = target.name or "the target", "trees" if requests == 1 else "several requests together"
     if target.rollback_problem:

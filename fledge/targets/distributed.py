@@ -1,9 +1,11 @@
-"""A target on the ranks of a training run: the bytes of weights on a rank, and the target's parts where the target does
-not run, from another rank or from files."""
+"""A target on the ranks of a training run: the bytes of weights on a rank, the layers of a target that is larger than a
+GPU, sharded over the ranks by torch's FSDP2 (`fully_shard`), and the target's parts where the target does not run, from
+another rank or from files."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,27 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, broadcast
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from fledge.io.fields import read_json
-from fledge.targets.loading import empty_model, explaining_errors, load_target, read_config, read_tokenizer
-from fledge.targets.parts import ModelTarget, TargetParts
+from fledge.targets.interface import UNLIMITED
+from fledge.targets.loading import empty_model, explaining_errors, load_target, read_config, read_model, read_tokenizer
+from fledge.targets.parts import TargetParts
+from fledge.targets.quantized import quantization_of
 from fledge.targets.structure import find_decoder, layers_and_norm
+from fledge.targets.transformers import TransformersTarget
 
 EMBEDDING, HEAD, BIAS, LAST = "embedding", "head", "head bias", "last layer "
 
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that are not quantized
 
+Fill = Callable[[Iterable[nn.Module]], None]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each part
 
 
@@ -47,9 +56,9 @@ class TargetBytes:
         return self.whole if shards == 1 else -(-self.layers // shards) + 2 * self.largest + self.rest
 
 
-def target_bytes(target: ModelTarget) -> TargetBytes:
+def target_bytes(target: TransformersTarget) -> TargetBytes:
     """The sizes of a target, which may be on the meta device. Raises ValueError if the layers cannot be identified."""
-    sizes = [model_bytes(layer) for layer in target.parts.layers]
+    sizes = [model_bytes(layer) for layer in target.layers]
     return TargetBytes(sum(sizes), max(sizes), model_bytes(target.model) - sum(sizes))
 
 
@@ -69,13 +78,118 @@ def model_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def parts_of(target: ModelTarget) -> dict[str, Tensor]:
+class ShardedTarget(TransformersTarget):
+    """A target whose layers are sharded over several ranks (`shard_layers`).
+
+    The ranks have to run the same number of forward passes: a packed row is a single pass, whatever documents it has.
+    """
+
+    sharded = True
+    pass_tokens = UNLIMITED
+
+    def last_layer_weights(self) -> dict[str, Tensor]:
+        """All ranks have to call this."""
+        with gathered(self.layers[-1]):
+            return {name: weight.clone() for name, weight in super().last_layer_weights().items()}
+
+    def note_places(self) -> None:
+        """Does nothing, since sharded weights are not moved."""
+
+    def prepare_decoding(self) -> None:
+        """Does nothing, since sharded weights are not moved, and have no copies."""
+
+
+def load_sharded_target(
+    path: str | Path,
+    mesh: DeviceMesh,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> ShardedTarget:
+    """Loads a target on all ranks of a mesh at the same time, with the layers sharded over the ranks. Only the first
+    rank reads the weights, into host memory. Arguments and errors are as in `load_target`; quantized weights are an
+    error too."""
+    device = torch.device(device)
+    with explaining_errors(path):
+        if quantization := quantization_of(read_config(path, trust_remote_code)[2]):
+            raise ValueError(
+                f"its weights are quantized by {quantization}, so its layers cannot be sharded; let each GPU that has "
+                "the target have all of it"
+            )
+    first, group = mesh.get_local_rank() == 0, mesh.get_group()
+    model, tokenizer, _ = read_model(path, device, dtype, trust_remote_code, weights=first)
+    shard_layers(model, mesh, fill_with(device, lambda x: broadcast(x, group=group, group_src=0)))
+    return ShardedTarget(model, tokenizer, name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh, fill: Fill) -> None:
+    """Shards the decoder layers of a causal language model over the ranks of a mesh of one dimension.
+
+    `fill(modules)` loads the weights and buffers of modules, submodules excluded, to this rank's device. `fill` is
+    called layer by layer, so that a rank never holds more than one whole layer, and then for the rest of the model.
+    Embeddings, final norm and head stay whole on every rank, since the draft and the teacher read these weights all the
+    time. In a forward pass, a layer is gathered before computing and freed afterwards, while the next layer is
+    gathered.
+
+    After sharding, all ranks have to run the same number of forward passes. Raises ValueError if the decoder's layers
+    cannot be identified.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    decoder = find_decoder(model, count)
+    layers, _ = layers_and_norm(decoder, count)
+    inside = {id(m) for layer in layers for m in layer.modules()}
+    for layer in layers:
+        fill(layer.modules())
+        fully_shard(layer, mesh=mesh)
+    fill(m for m in model.modules() if id(m) not in inside)
+    whole = {p for p in decoder.parameters() if not isinstance(p, DTensor)}
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)  # a common root: the layers share streams
+    model.requires_grad_(False)
+    for layer in layers:  # once outside of inference mode, in which the buffers of gathered weights must not be made
+        with gathered(layer):
+            pass
+
+
+def fill_with(device: torch.device, overwrite: Callable[[Tensor], object]) -> Fill:
+    """A `fill` for `shard_layers`: moves weights and buffers to a device, and then calls `overwrite` with each tensor.
+    A tensor that was on the meta device has no values before `overwrite`."""
+
+    @torch.no_grad()
+    def fill(modules: Iterable[nn.Module]) -> None:
+        # by the old tensor, since tied weights belong to several modules; a longer-lived dict would keep layers whole
+        moved: dict[Tensor, Tensor] = {}
+        for group in (group for m in modules for group in (m._parameters, m._buffers)):
+            for name, x in group.items():
+                if x is None or isinstance(x, DTensor):
+                    continue
+                if x not in moved:
+                    value = torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
+                    overwrite(value)
+                    moved[x] = nn.Parameter(value, requires_grad=False) if isinstance(x, nn.Parameter) else value
+                group[name] = moved[x]
+
+    return fill
+
+
+@contextmanager
+def gathered(layer: Any) -> Iterator[None]:
+    """Context manager: within the block, every rank has a layer's whole weights. All ranks have to enter the block."""
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
+
+
+def parts_of(target: TransformersTarget) -> dict[str, Tensor]:
     """The parts of a target by name; of tied weights, the embedding alone. All ranks of a sharded target must call
     `parts_of`."""
     parts = {EMBEDDING: target.embedding}
     if target.head_weight is not target.embedding:
         parts[HEAD] = target.head_weight
-    if (bias := getattr(target.parts.head, "bias", None)) is not None:
+    if (bias := getattr(target.head, "bias", None)) is not None:
         parts[BIAS] = bias
     parts |= {LAST + name: weight for name, weight in target.last_layer_weights().items()}
     return {name: x.detach().to(target.device).contiguous() for name, x in parts.items()}
@@ -104,7 +218,7 @@ def target_of_parts(
     """The parts of a target, with config and tokenizer read from `path`, and weights from `parts` (see `parts_of`).
     Raises ValueError like `load_target`."""
     options: dict[str, Any] = dict(max_length=max_length, trust_remote_code=trust_remote_code)
-    empty = load_target(path, weights=False, **options).parts
+    empty = load_target(path, weights=False, **options)
     model: Any = empty.model
     embedding = nn.Parameter(parts[EMBEDDING], requires_grad=False)
     model.get_input_embeddings().weight = embedding

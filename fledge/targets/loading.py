@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-from torch.distributed import broadcast
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,9 +26,7 @@ from fledge.io.fields import first_line, parse_dtype, read_json
 from fledge.io.hub import progress_counter, split_revision
 from fledge.targets import checks
 from fledge.targets.native import NativeTarget, native_problem
-from fledge.targets.parts import ModelTarget
 from fledge.targets.quantized import loading_alone, quantization_of, run_once
-from fledge.targets.structure import fill_with, shard_layers
 from fledge.targets.transformers import TransformersTarget
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
@@ -45,23 +41,35 @@ def load_target(
     max_length: int | None = None,
     trust_remote_code: bool = False,
     implementation: str = "auto",
-    mesh: DeviceMesh | None = None,
     weights: bool = True,
-) -> ModelTarget:
+) -> TransformersTarget:
     """Loads a model and its tokenizer from a directory or a hub id, which may have a revision (owner/name@revision).
 
     `dtype` is a torch dtype or one of the names of `fledge train --dtype`; None is float32 on the CPU, and the
     checkpoint's dtype otherwise. `max_length` is as in `Target`. Code in the model's files runs only with
-    `trust_remote_code`. `implementation` is as in `target_of`. With a `mesh`, the model's layers are sharded over the
-    mesh's ranks (`shard_layers`). All ranks load the model at the same time, and only the first rank reads the
-    weights, into host memory. Without `weights`, only config and tokenizer are read, and the model is on the meta
-    device: the model has sizes, and computes nothing.
+    `trust_remote_code`. `implementation` is as in `target_of`. Without `weights`, only config and tokenizer are read,
+    and the model is on the meta device: the model has sizes, and computes nothing.
 
     Raises ValueError if files are missing or damaged, if the files hold no causal language model, if the model needs
     code that is not trusted, and if the weights are quantized by a package that is not installed.
     """
     check_implementation(implementation)
-    device, dtype = torch.device(device), parse_dtype(dtype)
+    device = torch.device(device)
+    model, tokenizer, quantization = read_model(path, device, dtype, trust_remote_code, weights)
+    options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
+    if not weights:
+        return TransformersTarget(model, tokenizer, **options)
+    target = _make_target(model if quantization else model.to(device), tokenizer, implementation, **options)
+    target.quantization = quantization  # transformers may load other weights if the format cannot run
+    return target
+
+
+def read_model(
+    path: str | Path, device: torch.device, dtype: torch.dtype | str | None, trust_remote_code: bool, weights: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """Reads a model, its tokenizer, and the name of the model's quantization (`quantization_of`). Arguments and errors
+    are as in `load_target`. The weights are in host memory, or on the device if quantized."""
+    dtype = parse_dtype(dtype)
     info: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
     with explaining_errors(path):
         name, options, config = read_config(path, trust_remote_code)
@@ -69,12 +77,7 @@ def load_target(
         quantization = quantization_of(config)
         if quantization:  # otherwise transformers would leave out an unknown quantization
             AutoQuantizationConfig.from_dict(dict(config.quantization_config))
-        if quantization and mesh is not None:
-            raise ValueError(
-                f"its weights are quantized by {quantization}, so its layers cannot be sharded; let each GPU that has "
-                "the target have all of it"
-            )
-        if weights and (mesh is None or mesh.get_local_rank() == 0):
+        if weights:
             # a quantized model is loaded on the final device, since some quantized models cannot be moved
             place: dict[str, Any] = {"device_map": {"": device}} if quantization and device.type != "cpu" else {}
             with loading_alone(quantization), counting_tensors(f"tensors of {path}"):
@@ -88,15 +91,7 @@ def load_target(
             model = empty_model(name, config, config.dtype if isinstance(wanted, str) else wanted, options)
         tokenizer = read_tokenizer(name, options)
     _check_complete(path, info)
-    options = dict(name=str(path), max_length=max_length, trust_remote_code=trust_remote_code)
-    if mesh is not None:
-        group = mesh.get_group()  # the group's first rank has the weights
-        shard_layers(model, mesh, fill_with(device, lambda x: broadcast(x, group=group, group_src=0)))
-    if mesh is not None or not weights:
-        return TransformersTarget(model, tokenizer, sharded=mesh is not None, **options)
-    target = _make_target(model if quantization else model.to(device), tokenizer, implementation, **options)
-    target.parts.quantization = quantization  # transformers may load other weights if the format cannot run
-    return target
+    return model, tokenizer, quantization
 
 
 def target_of(
@@ -105,7 +100,7 @@ def target_of(
     *,
     max_length: int | None = None,
     implementation: str = "auto",
-) -> ModelTarget:
+) -> TransformersTarget:
     """Makes a target of a loaded transformers model, which is not copied, and is frozen.
 
     `tokenizer` None loads the tokenizer from the model's `name_or_path`. `implementation` "native" computes with
@@ -134,7 +129,7 @@ def check_implementation(implementation: str) -> None:
 
 def _make_target(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, implementation: str, **options: Any
-) -> ModelTarget:
+) -> TransformersTarget:
     if implementation == "transformers":
         return TransformersTarget(model, tokenizer, **options)
     problem = native_problem(model, model.config.get_text_config(decoder=True))

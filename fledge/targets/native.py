@@ -21,11 +21,9 @@ from fledge.ops.linear import packed_model
 from fledge.ops.products import norm_linear, plain_linear
 from fledge.ops.rope import cos_sin
 from fledge.ops.trees import place_trees
-from fledge.targets import checks
-from fledge.targets.parts import ModelTarget
 from fledge.targets.quantized import quantization_of
 from fledge.targets.structure import forward as few_row_forward
-from fledge.targets.transformers import PASS_TOKENS, TransformersTarget, run_in_passes
+from fledge.targets.transformers import TransformersTarget, run_in_passes
 from fledge.types import Features, Packed, Prompt, Tree
 
 # transformers' classes whose decoder layers are Llama's: RMSNorm, rotary grouped-query attention, gated SiLU MLP. The
@@ -45,13 +43,12 @@ HARMLESS_HOOKS = "transformers.utils.output_capturing"
 RowAttention = Callable[[int, Tensor, LayerWeights, Rotation], Tensor]
 
 
-class NativeTarget(ModelTarget):
+class NativeTarget(TransformersTarget):
     """A transformers model whose forward pass is fledge's, for training and decoding. `options` are as in
     `TargetParts`.
 
     The native forward pass uses the model's weights, with projections of the same input joined in one matrix. The model
-    itself still computes: `reference` is the same target computed by transformers, for comparison. The model must have
-    no `native_problem`.
+    itself still computes, for comparison. The model must have no `native_problem`.
     """
 
     implementation = "native"
@@ -61,8 +58,7 @@ class NativeTarget(ModelTarget):
     prefills_in_parts = True
 
     def __init__(self, model: nn.Module, tokenizer: Any, **options: Any):
-        self.reference = TransformersTarget(model, tokenizer, **options)
-        self.parts = self.reference.parts
+        super().__init__(model, tokenizer, **options)
         self._read_weights()
 
     def _read_weights(self) -> None:
@@ -71,7 +67,7 @@ class NativeTarget(ModelTarget):
             del self.pool
         self.native = NativeDecoder(self.model, self.config)
         self._packed: NativeDecoder | None = None  # `native` with copies of weights, for decoding on a CPU
-        self.parts.note_places()  # the joined projections are new
+        self.note_places()  # the joined projections are new
 
     @torch.no_grad()
     def features(self, row: Packed, layers: Sequence[int]) -> Features:
@@ -80,16 +76,12 @@ class NativeTarget(ModelTarget):
             with current_device(self.device), without_cudnn_sdpa(self.device):
                 return self.native(token_T, position_T, PackedRows(documents, self.device), layers)
 
-        return run_in_passes(row, PASS_TOKENS[self.device.type], self.device, run)
+        return run_in_passes(row, self.pass_tokens, self.device, run)
 
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
         with current_device(self.device):
-            return plain_linear(last_ND, self.parts.head.weight, self.parts.head.bias)
-
-    @functools.cached_property
-    def _logits_problem(self) -> str:
-        return checks.logits_problem(self.reference, self.logits)
+            return plain_linear(last_ND, self.head.weight, self.head.bias)
 
     def _new_pool(self) -> SlotPool:
         n = self.native
@@ -106,14 +98,14 @@ class NativeTarget(ModelTarget):
 
     def prepare_decoding(self) -> None:
         """On a CPU, decoding computes with copies of the weights, which are made again if the weights have changed."""
-        if self.parts.follow_weights():
+        if self.follow_weights():
             self._read_weights()
         self._packed = None  # frees the old copies before new ones are made
-        self._packed = packed_model(self, self.native.matrices(), self.parts.parameters, self.native.with_matrices)
+        self._packed = packed_model(self, self.native.matrices(), self.parameters, self.native.with_matrices)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without copies of weights, which can be neither copied nor pickled."""
-        return self.__dict__ | {"_packed": None}
+        return super().__getstate__() | {"_packed": None}
 
     @property
     def _decoder(self) -> NativeDecoder:
@@ -146,15 +138,12 @@ class NativeTarget(ModelTarget):
     def verify(self, tree: Tree, cache: KVCache, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         """Does not synchronize the device."""
         B, N = tree.token_BN.shape
-        with current_device(self.device):
+        with current_device(tree.token_BN.device):
             position_BN, slot_BN, visible = place_trees(tree, cache.start_B, cache.length_B)
             attend = TreeRows(cache, N, visible, position_BN, slot_BN)
             features = self._decoder(tree.token_BN.flatten(), position_BN.flatten(), attend, layers or ())
             logits_BNV = self._decoder.logits(features.last_TD).view(B, N, -1)
         return logits_BNV, None if layers is None else features
-
-    def reference_generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-        return self.reference.reference_generate(prompt, max_new_tokens)
 
 
 class NativeDecoder:

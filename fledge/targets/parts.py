@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fledge.config import RopeConfig, llama_names
-from fledge.targets import checks
-from fledge.targets.interface import UNLIMITED, DecodingTarget, ReferenceDecoding, Target, TrainingTarget
+from fledge.targets.interface import UNLIMITED, Target
 from fledge.targets.quantized import quantization_of, weight_of
 from fledge.targets.structure import (
     find_decoder,
     fix_longrope,
-    gathered,
     last_layer_weights,
     layers_and_norm,
     use_few_row_products,
@@ -37,10 +34,9 @@ class TargetParts(Target):
     The model's layers may be on several devices, as placed by transformers' `device_map`. `device` is then the device
     of the embedding, where tokens are expected and where hidden states and logits are returned.
 
-    `sharded` tells whether the layers are sharded over several ranks (`shard_layers`). `quantization` names the
-    format of quantized weights, and is empty otherwise. For quantized weights, `head_weight` and the last layer's
-    weights are the weights that the format's modules compute with. `moves` counts how often `follow_weights` has found
-    the weights elsewhere.
+    `sharded` tells whether the layers are sharded over several ranks. `quantization` names the format of quantized
+    weights, and is empty otherwise. For quantized weights, `head_weight` and the last layer's weights are the weights
+    that the format's modules compute with. `moves` counts how often `follow_weights` has found the weights elsewhere.
 
     `max_length` None is the config's maximum position. Raises ValueError for a RoPE type that is not supported, and for
     embeddings that are quantized.
@@ -48,6 +44,7 @@ class TargetParts(Target):
 
     implementation = "none"
     last_layer_complete = True
+    sharded = False
 
     def __init__(
         self,
@@ -57,12 +54,11 @@ class TargetParts(Target):
         name: str = "",
         max_length: int | None = None,
         trust_remote_code: bool = False,
-        sharded: bool = False,
         last_layer: dict[str, Tensor] | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name, self.trust_remote_code = tokenizer, name, trust_remote_code
-        self.sharded, self.moves, self._last_layer = sharded, 0, last_layer
+        self.moves, self._last_layer = 0, last_layer
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = find_decoder(model, self.config.num_hidden_layers)
         self.head = model.get_output_embeddings()
@@ -130,10 +126,8 @@ class TargetParts(Target):
     def last_layer_weights(self) -> dict[str, Tensor]:
         if self._last_layer is not None:
             return self._last_layer
-        with gathered(self.layers[-1]):
-            eps = float(self.shape.get("rms_norm_eps", 1e-5))
-            found = last_layer_weights(self.layers[-1], self.norm, eps, self.dtype)
-            return {name: weight.clone() for name, weight in found.items()} if self.sharded else found
+        eps = float(self.shape.get("rms_norm_eps", 1e-5))
+        return last_layer_weights(self.layers[-1], self.norm, eps, self.dtype)
 
     @torch.no_grad()
     def logits(self, last_ND: Tensor) -> Tensor:
@@ -159,10 +153,7 @@ class TargetParts(Target):
         return [m for m in self.model.modules() if m._parameters]
 
     def _weights_at(self) -> list[Any]:
-        """The addresses and dtypes of the weights, which change when weights are moved, converted or replaced. Empty
-        for a sharded model."""
-        if self.sharded:
-            return []
+        """The addresses and dtypes of the weights, which change when weights are moved, converted or replaced."""
         return [(p.data_ptr(), p.dtype) for m in self._owners for p in m._parameters.values() if p is not None]
 
     def note_places(self) -> None:
@@ -180,50 +171,3 @@ class TargetParts(Target):
         self.note_places()
         self.moves += 1
         return True
-
-
-def _of_parts(name: str) -> Any:
-    """A property of `ModelTarget` that reads the attribute `name` of `parts`."""
-    return property(attrgetter(f"parts.{name}"))
-
-
-class ModelTarget(TrainingTarget, DecodingTarget, ReferenceDecoding):
-    """A target that computes a transformers model, with the properties of `parts`."""
-
-    parts: TargetParts
-    _logits_problem: str  # the reason why `logits` differ from the model's own; empty if they do not
-
-    name = _of_parts("name")
-    tokenizer = _of_parts("tokenizer")
-    trust_remote_code = _of_parts("trust_remote_code")
-    shape = _of_parts("shape")
-    num_layers = _of_parts("num_layers")
-    max_length = _of_parts("max_length")
-    context = _of_parts("context")
-    stop_ids = _of_parts("stop_ids")
-    rotary = _of_parts("rotary")
-    device = _of_parts("device")
-    dtype = _of_parts("dtype")
-    embedding = _of_parts("embedding")
-    head_weight = _of_parts("head_weight")
-    plain_head = _of_parts("plain_head")
-    moves = _of_parts("moves")
-    norm = _of_parts("norm")
-    model = _of_parts("model")
-    config = _of_parts("config")
-    quantization = _of_parts("quantization")
-    sharded = _of_parts("sharded")
-
-    @property
-    def shared(self) -> object:
-        return self.model
-
-    def last_layer_weights(self) -> dict[str, Tensor]:
-        return self.parts.last_layer_weights()
-
-    def check_logits(self) -> None:
-        """Raises ValueError also if the model's logits are NaN or infinite."""
-        if self._logits_problem:
-            raise ValueError(f"{self.name or 'the target'} {self._logits_problem}")
-
-    check_masks = checks.check_masks

@@ -20,7 +20,8 @@ from fledge.ops.device import to_device
 from fledge.ops.linear import packed_model
 from fledge.targets import checks
 from fledge.targets.cache import RecurrentCache, TargetCache
-from fledge.targets.parts import ModelTarget, TargetParts
+from fledge.targets.interface import DecodingTarget, ReferenceDecoding, TrainingTarget
+from fledge.targets.parts import TargetParts
 from fledge.targets.structure import cache_argument, computing_with
 from fledge.types import Features, Packed, Prompt, Tree, group_documents
 
@@ -53,25 +54,31 @@ def run_in_passes(
     return whole
 
 
-class TransformersTarget(ModelTarget):
+class TransformersTarget(TargetParts, TrainingTarget, DecodingTarget, ReferenceDecoding):
     """A target that transformers computes. `options` are as in `TargetParts`.
 
     Hidden states are captured by forward hooks. The model is modified as `TargetParts` says, and an "sdpa" attention is
     replaced by `attend`. On a CPU, linear layers compute with copies of their weights
     (`ops.linear`) while requests are decoded. Both change speed and rounding only.
-
-    Ranks that share a sharded model have to run the same number of forward passes: a packed row is then a single pass,
-    whatever documents it has.
     """
 
     implementation = "transformers"
 
     def __init__(self, model: nn.Module, tokenizer: Any, **options: Any):
-        self.parts = TargetParts(model, tokenizer, **options)
-        self._heads_per_key = heads_per_key(self.config) if install_attention(self.parts.decoder) else 1
-        self._cache_argument = cache_argument(model, self.parts.decoder)
+        super().__init__(model, tokenizer, **options)
+        self._heads_per_key = heads_per_key(self.config) if install_attention(self.decoder) else 1
+        self._cache_argument = cache_argument(model, self.decoder)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters  # can skip early logits
         self._copies: dict[nn.Linear, Tensor] = {}  # by layer, aliases of weights that have copies
+
+    @property
+    def shared(self) -> object:
+        return self.model
+
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of a forward pass over packed documents."""
+        return PASS_TOKENS[self.device.type]
 
     @torch.no_grad()
     def features(self, row: Packed, layers: Sequence[int]) -> Features:
@@ -81,8 +88,7 @@ class TransformersTarget(ModelTarget):
             # documents of equal length are a batch without mask
             return self.run_decoder(token_T, position_T, layers, lengths.pop() if len(lengths) == 1 else None)
 
-        width = row.token_T.numel() if self.sharded else PASS_TOKENS[self.device.type]
-        return run_in_passes(row, width if self.packs else 0, self.device, run)
+        return run_in_passes(row, self.pass_tokens if self.packs else 0, self.device, run)
 
     def run_decoder(
         self, token_T: Tensor, position_T: Tensor, layers: Sequence[int], length: int | None = None
@@ -90,11 +96,8 @@ class TransformersTarget(ModelTarget):
         """The features of one forward pass over packed documents, or over a batch of documents of `length` tokens."""
         ids, positions = (x.view(-1, length or x.numel()) for x in (token_T, position_T))
         with self._capture(layers) as states, without_cudnn_sdpa(self.device):
-            self.parts.decoder(input_ids=ids, position_ids=positions, use_cache=False)
+            self.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         return self._features(states, layers)
-
-    def logits(self, last_ND: Tensor) -> Tensor:
-        return self.parts.logits(last_ND)
 
     @contextmanager
     def _capture(self, layers: Sequence[int] | None) -> Iterator[dict[int | str, Tensor]]:
@@ -111,8 +114,8 @@ class TransformersTarget(ModelTarget):
 
             return hook
 
-        norm = self.parts.norm
-        inputs = {i: norm if i == self.num_layers else self.parts.layers[i] for i in layers}
+        norm = self.norm
+        inputs = {i: norm if i == self.num_layers else self.layers[i] for i in layers}
         hooks = [m.register_forward_pre_hook(capture(i), with_kwargs=True) for i, m in inputs.items()]
         hooks.append(norm.register_forward_hook(capture("last"), with_kwargs=True))
         try:
@@ -126,7 +129,7 @@ class TransformersTarget(ModelTarget):
         on something else than one hidden state per token."""
         for i in layers:
             if states[i].shape != states["last"].shape:
-                kind = type(self.parts.decoder).__name__
+                kind = type(self.decoder).__name__
                 raise ValueError(
                     f"no draft can be trained for {self.name or 'the target'}: the layers of {kind} pass on states of "
                     f"shape {list(states[i].shape)}, where a draft reads one hidden state per token, "
@@ -137,10 +140,10 @@ class TransformersTarget(ModelTarget):
 
     def prepare_decoding(self) -> None:
         """On a CPU, linear layers decode with copies of their weights, made again if the weights have changed."""
-        self.parts.follow_weights()
+        self.follow_weights()
         self._copies = {}  # frees the old copies before new ones are made
-        if layers := [] if self.sharded else self.parts.few_row_layers:
-            aliases = packed_model(self, [layer.weight for layer in layers], self.parts.parameters, list)
+        if layers := self.few_row_layers:
+            aliases = packed_model(self, [layer.weight for layer in layers], self.parameters, list)
             self._copies = {} if aliases is None else dict(zip(layers, aliases, strict=True))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,9 +152,8 @@ class TransformersTarget(ModelTarget):
 
     @torch.inference_mode()
     def prefill(
-        self, prompts: Sequence[Prompt], cache: TargetCache | RecurrentCache,
-        layers: Sequence[int] | None = None, final: bool = True,
-    ) -> tuple[Tensor, list[Features]]:  # fmt: skip
+        self, prompts: Sequence[Prompt], cache: Any, layers: Sequence[int] | None = None, final: bool = True
+    ) -> tuple[Tensor, list[Features]]:
         """One pass over all prompts with right padding, which a causal model's earlier tokens do not see. A target
         without rollback takes one prompt, and returns no features."""
         lengths = [len(p) for p in prompts]
@@ -174,16 +176,14 @@ class TransformersTarget(ModelTarget):
         parts = zip(whole.aux_TAD.split(longest), whole.last_TD.split(longest), lengths, strict=True)
         return logits_BV, [Features(aux_TAD[:n], last_TD[0 if final else n - 1 : n]) for aux_TAD, last_TD, n in parts]
 
-    def new_cache(self, sizes: Sequence[int] = ()) -> TargetCache | RecurrentCache:
-        """The cache grows as needed."""
+    def new_cache(self, sizes: Sequence[int] = ()) -> Any:
+        """A `TargetCache`, which grows as needed, or a `RecurrentCache`."""
         if not self.rollback_problem:
             return TargetCache()
         return RecurrentCache(recompute=not self._cache_is_exact)
 
     @torch.inference_mode()
-    def verify(
-        self, tree: Tree, cache: TargetCache | RecurrentCache, layers: Sequence[int] | None = None
-    ) -> tuple[Tensor, Features | None]:
+    def verify(self, tree: Tree, cache: Any, layers: Sequence[int] | None = None) -> tuple[Tensor, Features | None]:
         """Uses transformers' own causal mask for a chain of one request, and otherwise fledge's masks and positions."""
         inputs: dict[str, Any] = {}
         cache.committed = cache.lengths
@@ -241,7 +241,7 @@ class TransformersTarget(ModelTarget):
         if getattr(self.config, "layer_types", None) or window is None:
             return window
         # skips FSDP's class, which sharding derives from the model's class
-        own = next(c for c in type(self.parts.decoder).__mro__ if not c.__module__.startswith("torch."))
+        own = next(c for c in type(self.decoder).__mro__ if not c.__module__.startswith("torch."))
         try:
             code = inspect.getsource(sys.modules[own.__module__])
         except (OSError, TypeError):  # a model without source code, from an interactive session: trusts the config
@@ -262,9 +262,17 @@ class TransformersTarget(ModelTarget):
     rollback_problem = functools.cached_property(checks.rollback_problem)
     _cache_is_exact = functools.cached_property(checks.cache_matches_full_pass)
 
+    check_masks = checks.check_masks
+
     @functools.cached_property
     def _logits_problem(self) -> str:
-        return checks.logits_problem(self, self.logits)
+        """The reason why `logits` differ from the model's own; empty if they do not."""
+        return checks.logits_problem(self)
+
+    def check_logits(self) -> None:
+        """Raises ValueError also if the model's logits are NaN or infinite."""
+        if self._logits_problem:
+            raise ValueError(f"{self.name or 'the target'} {self._logits_problem}")
 
 
 def install_attention(decoder: nn.Module) -> bool:

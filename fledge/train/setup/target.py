@@ -21,11 +21,20 @@ from fledge.states.source import DiskFeatures
 from fledge.states.vllm import VllmFeatures, VllmServer
 from fledge.states.vllm_files import UNCHECKED, StatesFolder, serve_command
 from fledge.targets.compatibility import layers_of, mismatch, resolve_layers
-from fledge.targets.distributed import layout_of, load_head, parts_of, receive_parts, send_parts, target_of_parts
+from fledge.targets.distributed import (
+    layout_of,
+    load_head,
+    load_sharded_target,
+    parts_of,
+    receive_parts,
+    send_parts,
+    target_of_parts,
+)
 from fledge.targets.interface import Target
 from fledge.targets.loading import load_target
-from fledge.targets.parts import ModelTarget, TargetParts
+from fledge.targets.parts import TargetParts
 from fledge.targets.source import FeatureSource, LiveFeatures
+from fledge.targets.transformers import TransformersTarget
 from fledge.train.feed import ReceivedFeatures
 from fledge.train.setup.options import ServedOptions, TargetOptions
 from fledge.train.setup.recipe import DataRecipe, Recipe, layer_ids
@@ -52,7 +61,7 @@ class PreparedTarget:
     `source` computes the features and the teacher's logits.
     """
 
-    target: ModelTarget | TargetParts
+    target: TargetParts
     layers: tuple[int, ...]
     template: ChatTemplate
     max_length: int
@@ -135,7 +144,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Say) 
 
 
 def _prepared(
-    recipe: Recipe, target: ModelTarget, layers: tuple[int, ...], decodes: bool, source: FeatureSource | None
+    recipe: Recipe, target: TransformersTarget, layers: tuple[int, ...], decodes: bool, source: FeatureSource | None
 ) -> PreparedTarget:
     return PreparedTarget(
         target=target,
@@ -148,10 +157,16 @@ def _prepared(
     )
 
 
-def open_target(requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None) -> ModelTarget:
+def open_target(
+    requested: TargetOptions, data: DataRecipe, device: str, mesh: DeviceMesh | None = None
+) -> TransformersTarget:
     """Loads a target, and with a mesh shards the target over the ranks. Raises ValueError if documents may be longer
     than the target's context."""
-    target = load_target(requested.target, **_loading(requested, data, device), mesh=mesh)
+    loading = _loading(requested, data, device)
+    if mesh is None:
+        target = load_target(requested.target, **loading)
+    else:
+        target = load_sharded_target(requested.target, mesh, **loading)
     check_length(data, target)
     return target
 
@@ -164,7 +179,7 @@ def _loading(requested: TargetOptions, data: DataRecipe, device: str) -> dict[st
     )  # fmt: skip
 
 
-def check_length(data: DataRecipe, target: ModelTarget | TargetParts) -> None:
+def check_length(data: DataRecipe, target: TargetParts) -> None:
     """Raises ValueError if documents may be longer than the target's context."""
     asked = data.options.max_length
     if asked and asked > target.context:
@@ -201,7 +216,7 @@ def _open_head(recipe: Recipe, say: Say) -> TargetParts | None:
     return None
 
 
-def live_features(target: ModelTarget, layers: tuple[int, ...], say: Say) -> LiveFeatures:
+def live_features(target: TransformersTarget, layers: tuple[int, ...], say: Say) -> LiveFeatures:
     """Features computed by the target. Raises ValueError if the target's logits cannot be computed from the final
     states."""
     source = LiveFeatures(target, layers)
@@ -212,7 +227,7 @@ def live_features(target: ModelTarget, layers: tuple[int, ...], say: Say) -> Liv
     return source
 
 
-def quantization_note(target: ModelTarget | TargetParts) -> str:
+def quantization_note(target: TargetParts) -> str:
     """A message about the hidden states of a quantized target."""
     return (
         f"{target.name} is quantized by {target.quantization}: its hidden states differ from those of the "
@@ -232,7 +247,7 @@ def check_connector(target: TargetParts) -> None:
 
 
 def open_served_features(
-    options: ServedOptions, target: ModelTarget, layers: tuple[int, ...], max_length: int, say: Say
+    options: ServedOptions, target: TransformersTarget, layers: tuple[int, ...], max_length: int, say: Say
 ) -> VllmFeatures:
     """vLLM's features of the given layers, for documents of at most `max_length` tokens. `options` must have passed
     `check_served`. Raises ValueError if the features are not available; if no server answers, the message has the
@@ -255,7 +270,7 @@ def open_served_features(
     return VllmFeatures(states, target, layers, captured)
 
 
-def _check_origin(cache: FeatureCache, target: ModelTarget) -> None:
+def _check_origin(cache: FeatureCache, target: TransformersTarget) -> None:
     """Raises ValueError if features on disk were computed by another target, or with another tokenizer."""
     known = cache.manifest
     for what, ours, theirs in (
@@ -269,7 +284,7 @@ def _check_origin(cache: FeatureCache, target: ModelTarget) -> None:
             )
 
 
-def _stored_features(cache: FeatureCache, target: ModelTarget | TargetParts, layers: tuple[int, ...]) -> DiskFeatures:
+def _stored_features(cache: FeatureCache, target: TargetParts, layers: tuple[int, ...]) -> DiskFeatures:
     """Features on disk, computed by the target, for a draft that reads `layers`. Raises ValueError if the features lack
     states that the draft reads, or lack a shard."""
     known = cache.manifest
@@ -310,7 +325,7 @@ def retain_freed_memory() -> bool:
     return all([libc.mallopt(option, value) for option, value in options.items()])
 
 
-def _layers(recipe: Recipe, target: ModelTarget) -> tuple[int, ...]:
+def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
     """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
     existing draft that does not fit the target."""
     if draft := recipe.draft:
@@ -329,7 +344,7 @@ def _decoding_option(recipe: Recipe) -> str | None:
     return "--eval-every" if recipe.options.eval_every else "--eval-prompts" if recipe.options.eval_prompts else None
 
 
-def _decodes(recipe: Recipe, target: ModelTarget | TargetParts, say: Say) -> bool:
+def _decodes(recipe: Recipe, target: TargetParts, say: Say) -> bool:
     """Whether τ can be measured by decoding. If not, says why. Raises ValueError if the options ask a target that
     cannot verify drafts for τ."""
     if reads_features_only(recipe):
