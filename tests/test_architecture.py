@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 179,
-    "lines": 29_297,
-    "statements": 22_316,
-    "lines behind fledge train": 22_178,
-    "lines behind fledge generate": 12_748,
+    "lines": 29_289,
+    "statements": 22_308,
+    "lines behind fledge train": 22_170,
+    "lines behind fledge generate": 12_740,
     "lines behind the training loop": 5_442,
-    "lines behind the engine": 9_564,
+    "lines behind the engine": 9_556,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

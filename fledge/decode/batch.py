@@ -131,21 +131,21 @@ class Batch:
         `running`: whether requests are running, in this batch or another; a pass then takes about STALL seconds on a
         GPU. Between two parts of a prompt, an empty list is yielded, and the caller may run rounds.
         """
-        if updated := self._settle():
+        if updated := self.settle():
             yield updated
         while requests:
             most = self._part_tokens() if running else PREFILL_TOKENS
             joining = Joining(self, requests[: self._prefill_count(requests, most)])
             for _ in joining.prefill(most):
                 yield []
-            if updated := self._settle():
+            if updated := self.settle():
                 yield updated
             self._join(joining)
             yield list(joining.requests)
             requests = requests[len(joining.requests) :]
 
-    def _settle(self) -> list[Request]:
-        """Commits all launched rounds and removes complete requests. Returns the requests that got tokens."""
+    def settle(self) -> list[Request]:
+        """Commits all launched rounds and removes requests that are over. Returns the requests that got tokens."""
         updated = self._finish_launched()
         self._dismiss()
         return updated
@@ -180,10 +180,6 @@ class Batch:
         states = [joining.state] if self.rounds is None else [self.rounds.state, joining.state]
         self.running += [joining.requests[i] for i in going]
         self._set_rounds(RoundState.concatenate([state.rows(self.proposer.rows) for state in states]))
-
-    def dismiss(self) -> None:
-        """Removes requests that are over, also while a launched round still includes them."""
-        self._settle()
 
     def _dismiss(self) -> None:
         """Removes complete requests from the batch and its caches."""

@@ -232,10 +232,6 @@ class EagleProposer(Proposer):
         with without_cudnn_sdpa(self.device):
             self.decoder.read(token_M, state, self.decoder.rotation(rows.position_M), rows)
 
-    def _inputs(self, state: RoundState) -> Tensor:
-        """The draft's input states of the fresh tokens of all requests, [B R, E]."""
-        return self.decoder.fuse(state.aux_BRAD.to(self.dtype).flatten(0, 1))
-
     def _run(
         self, rows: FreshRows, state_ME: Tensor, rotation: Rotation, asked_BS: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -292,7 +288,8 @@ class StepProposer(EagleProposer):
             state = self._keep_drafted(state)
         rows = self._fresh(state, levels=self.most_levels - 1, expanded=self.expanded)
         rotation, self.rotation = self._rotations(rows)  # of the rows, and of the later levels
-        out = self._run(rows, self._inputs(state), rotation, rows.asked_BS)
+        state_ME = self.decoder.fuse(state.aux_BRAD.to(self.dtype).flatten(0, 1))
+        out = self._run(rows, state_ME, rotation, rows.asked_BS)
         self.cache.keep(None, state.count_B)
         self.level = self.used = 0
         self.slot_BJ, self.state_BL = rows.slot_BJ, self._states_after_root(self.most_levels)

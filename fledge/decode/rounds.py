@@ -249,7 +249,7 @@ class Rounds:
         state = self.state if rows is None else self.state.rows(rows)
         with current_device(drafter.device or device):
             tree = drafter.propose(state)
-        return tree.to(device)
+        return tree.to(device) if apart(drafter, device) else tree
 
     @torch.inference_mode()
     def verify_trees(self, tree: Tree, processing: Sequence[Processing | None] = ()) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from fledge.ops.device import to_device
+from fledge.ops.device import at_least_float32, to_device
 from fledge.ops.sampling import filter_top, filtered_argmax, gumbel_argmax, hash_keys
 from fledge.types import Sampling, Tree, Verdict
 
@@ -145,11 +145,6 @@ class BatchSampling:
 def _int64(x: int) -> int:
     """An integer modulo 2^64, as int64."""
     return (int(x) + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Converts to float32, but leaves float64 unchanged."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _column(x_B: Tensor, scores: Tensor) -> Tensor:

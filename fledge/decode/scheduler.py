@@ -99,7 +99,7 @@ class DecodeLoop:
             self.waiting.remove(request)
         for batch in self.batches:
             if request in batch.running:
-                batch.dismiss()
+                batch.settle()
 
     def close(self) -> None:
         """Gives all batches back to the engine, with their requests, complete or not."""

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fledge.decode.sampling import BatchSampling, at_least_float32, seen_by_node
-from fledge.ops.device import indices
+from fledge.decode.sampling import BatchSampling, seen_by_node
+from fledge.ops.device import at_least_float32, indices
 from fledge.ops.sampling import ACCEPT, RESIDUAL, TOKEN, gumbel_argmax, uniforms
 from fledge.ops.topk import argmax_rows
 from fledge.ops.trees import accept_own
