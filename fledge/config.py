@@ -1,8 +1,7 @@
-"""The configuration of a draft, and its conversion from and to config.json.
+"""The configuration of a draft.
 
-`DraftConfig.from_hf` reads a draft's config.json in the layout of fledge, vLLM, SGLang or SafeAILab's code, and in
-speculators' format. `DraftConfig.for_target` derives a draft's config from a target's. `DraftConfig.to_hf` writes
-config.json. Everything specific to the configs of other projects is in this module and in `fledge.io`.
+`DraftConfig.for_target` derives a draft's config from a target's, which `RopeConfig.from_hf` and `llama_names` read.
+`fledge.io.formats` reads and writes a draft's config.json.
 """
 
 from __future__ import annotations
@@ -11,20 +10,13 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLEDGE, ROPE, Fields, check_template_kwargs, format_value, shortened
-from fledge.io.formats import MASK_TOKEN_FIELDS, deviations, flat_config, from_engine, is_speculators, to_engine
-from fledge.methods import EAGLE1, EAGLE3, METHODS, NORMS, PEAGLE, Method
+from fledge.io.fields import CONFIG, ROPE, Fields, format_value
+from fledge.methods import METHODS, NORMS, Method
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # The default layers of targets with too few layers for the engines' default. The output of the last layer is avoided
 # if possible, since SGLang cannot capture it.
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
-# fields of a `DraftConfig` that have the same name in config.json
-SAME_NAMES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "rms_norm_eps", "vocab_size", "draft_vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
-    "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Llama's names of sizes, and other names of the same sizes that a config's attribute map may not translate
 LLAMA_NAMES = {
@@ -296,127 +288,13 @@ class DraftConfig:
             rms_norm_eps=float(hf.get("rms_norm_eps", 1e-5)),
             rope=RopeConfig.from_hf(hf).for_length(max_length),
             max_position_embeddings=hf.get("max_position_embeddings", max_length),
-            bos_token_id=_first(hf.get("bos_token_id")),
-            eos_token_id=_first(hf.get("eos_token_id")),
+            bos_token_id=first_of(hf.get("bos_token_id")),
+            eos_token_id=first_of(hf.get("eos_token_id")),
             pad_token_id=hf.get("pad_token_id"),
             own_embeddings=width != hf["hidden_size"],
-            **_heads(hf),
+            **heads_of(hf),
         )
         return cls(**{**shape, **overrides})
-
-    @classmethod
-    def from_hf(cls, hf: dict[str, Any], *, refuse_deviations: bool = True) -> DraftConfig:
-        """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
-        unsupported field; with `refuse_deviations`, also for fields with which an engine would compute something else
-        (`io.deviations`)."""
-        hf = flat_config(hf) if isinstance(hf, dict) and is_speculators(hf) else hf
-        top = Fields(hf, CONFIG)
-        missing = [k for k in REQUIRED if k not in top]
-        if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
-        eagle, own = top.nested("eagle_config", EAGLE_CONFIG), top.nested("fledge", FLEDGE)
-        family, mask = _family(top), _mask_token(top)
-        if family is EAGLE1 and top.get("qkv_bias"):
-            raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not support")
-        if refuse_deviations and (found := deviations(hf, family)):
-            raise ValueError("{}: {}; {}".format(*found[0]))
-        if family.masks and mask is None:
-            raise ValueError(
-                "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
-            )
-        if top.get("hidden_act", "silu") != "silu":
-            raise ValueError(
-                f"hidden_act {format_value(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu"
-            )
-        aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
-        if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
-            aux = from_engine(eagle.get("eagle_aux_hidden_state_layer_ids"), "sglang")
-        if aux is None and family.reads_layers and "target_layer_ids" in top:
-            aux = from_engine(top.get("target_layer_ids"), "deepspec")
-        hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
-        width = top.get("target_hidden_size", hidden)
-        aux_count = (top.get("num_aux_hidden_states") or (len(aux) if aux else 3)) if family.reads_layers else 0
-        known = {f.name: own.get(f.name) for f in fields(Provenance) if f.name in own}
-        check_template_kwargs(known.get("template_kwargs", {}), "fledge.template_kwargs")
-        known["template_modes"] = tuple(known.get("template_modes", ()))
-        for mode in known["template_modes"]:
-            check_template_kwargs(mode, "fledge.template_modes")
-        values = {name: top.get(name) for name in (*SAME_NAMES, "norm_before_residual", "norm_output") if name in top}
-        values |= dict(
-            draft_vocab_size=top.get("draft_vocab_size", vocabulary),
-            target_hidden_size=width,
-            rms_norm_eps=float(top.get("rms_norm_eps", 1e-6)),
-            rope=replace(RopeConfig.from_hf(hf), long=own.get("longrope_long", False)),
-            method=family.name,
-            fc_bias=family is EAGLE1 and top.get("bias", True),  # the default in the authors' code
-            num_aux_hidden_states=aux_count,
-            aux_layers=tuple(aux) if aux else None,
-            qk_norm=top.get("model_type") == "qwen3",
-            norm_before_fc=eagle.get("norm_before_fc", top.get("norm_before_fc", False)),
-            fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
-            own_embeddings=own.get("own_embeddings", width != hidden),
-            mask_token_id=mask if family.masks else None,
-            bos_token_id=_first(top.get("bos_token_id")),
-            eos_token_id=_first(top.get("eos_token_id")),
-            provenance=Provenance(**known),
-        )
-        return cls(**values | _heads(hf))
-
-    def to_hf(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """The content of config.json, for vLLM, SGLang, SafeAILab's code and transformers.
-
-        It has `rope_theta` and `rope_scaling`, which are all that SafeAILab's code reads, and also `rope_parameters`,
-        the format of transformers 5.
-        """
-        rope = self.rope.to_hf()
-        scaling = None if self.rope.rope_type == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
-        if self.rope.rope_type == "linear":
-            scaling = {"type": "linear", "factor": self.rope.factor}  # the only scaling that SafeAILab's code supports
-        # SGLang has no draft class with q/k norms; this is vLLM's
-        architectures = ["Eagle3Qwen3ForCausalLM"] if self.qk_norm else list(self.family.architectures)
-        hf: dict[str, Any] = {
-            "architectures": architectures,
-            "model_type": "qwen3" if self.qk_norm else "llama",
-            **{name: getattr(self, name) for name in SAME_NAMES},
-            "hidden_act": "silu",
-            "bias": self.fc_bias,
-            "tie_word_embeddings": False,
-            "torch_dtype": dtype,
-            "rope_theta": self.rope.rope_theta,
-            "rope_scaling": scaling,
-            "rope_parameters": rope,
-        }
-        if self.family.borrows_head:
-            del hf["draft_vocab_size"]
-        if self.family.reads_layers:
-            hf |= {
-                "norm_before_residual": self.norm_before_residual,
-                "norm_before_fc": self.norm_before_fc,
-                "num_aux_hidden_states": self.num_aux_hidden_states,
-            }
-            # left out if false: SpecForge skips the final norm if `norm_output` is present and false
-            hf |= {name: True for name in ("fc_norm", "norm_output") if getattr(self, name)}
-        if self.mask_token_id is not None:
-            hf |= dict.fromkeys(MASK_TOKEN_FIELDS, self.mask_token_id)
-        if self.rope.partial_rotary_factor != 1.0:
-            hf["partial_rotary_factor"] = self.rope.partial_rotary_factor
-        if self.rope.original_max_position_embeddings and self.rope.rope_type == "longrope":
-            hf["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
-        if self.target_hidden_size != self.hidden_size:
-            hf["target_hidden_size"] = self.target_hidden_size
-        layers = self.provenance.target_layers
-        if self.aux_layers and not (layers and self.aux_layers == engine_layers(layers)):
-            hf["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
-            hf["eagle_config"] = {
-                "eagle_aux_hidden_state_layer_ids": to_engine(self.aux_layers, "sglang"),
-                "use_aux_hidden_state": True,
-            }
-        own = {f.name: getattr(self.provenance, f.name) for f in fields(Provenance)}
-        own |= {"method": self.method, "aux_layers": list(self.aux_layers) if self.aux_layers else None}
-        own |= {"own_embeddings": self.own_embeddings, "longrope_long": self.rope.long}
-        own["template_modes"] = list(self.provenance.template_modes) or None
-        hf["fledge"] = {k: v for k, v in own.items() if v is not None}
-        return hf
 
     def with_provenance(self, **known: Any) -> DraftConfig:
         """A copy with these provenance fields replaced."""
@@ -475,44 +353,13 @@ def engine_layers(n: int) -> tuple[int, int, int] | None:
     return (2, n // 2, n - 3) if n >= 7 else None
 
 
-def _family(top: Fields) -> Method:
-    """The method of a draft, from fledge's own field in its config or from the architecture's name.
-
-    The EAGLE authors' configs have Llama's architecture. Such a config is EAGLE-3 if it has one of EAGLE-3's fields,
-    and EAGLE-1 if it has a single layer, as no complete model has. Raises ValueError for other configs.
-    """
-    own = top.nested("fledge", FLEDGE).get("method")
-    names = top.get("architectures") or ["Eagle3"]
-    if own:
-        if own not in METHODS:
-            raise ValueError(f"method {format_value(own)} is none of {', '.join(METHODS)}")
-        return METHODS[own]
-    if _mentions("peagle", names):  # SpecForge's and vLLM's own names
-        return PEAGLE
-    if _mentions("eagle3", names):
-        return EAGLE3 if _mask_token(top) is None else PEAGLE
-    if _mentions("eagle", names):
-        return EAGLE1
-    if any(key in top for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
-        return EAGLE3
-    if top.get("num_hidden_layers") == 1:
-        return EAGLE1
-    raise ValueError(f"architectures {shortened(str(names))} is not an EAGLE draft")
-
-
-def _mentions(word: str, names: list[str]) -> bool:
-    return any(word in name.lower() for name in names)
-
-
-def _mask_token(top: Fields) -> int | None:
-    return next((top.get(key) for key in MASK_TOKEN_FIELDS if key in top), None)
-
-
-def _first(ids: int | list[int] | None) -> int | None:
+def first_of(ids: int | list[int] | None) -> int | None:
+    """A special token's id in a config, which is the first if the config lists several ids."""
     return next(iter(ids), None) if isinstance(ids, list) else ids
 
 
-def _heads(hf: dict[str, Any]) -> dict[str, int]:
+def heads_of(hf: dict[str, Any]) -> dict[str, int]:
+    """The fields of a `DraftConfig` for the attention heads, with the defaults of Llama's config."""
     top = Fields(hf, CONFIG)
     heads = top.get("num_attention_heads")
     return dict(

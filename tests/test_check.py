@@ -19,11 +19,11 @@ from fledge.check import pair
 from fledge.check.draft_files import config_findings, read_files
 from fledge.check.probe import CONTEXT, RECORD, SLOTS, STEPS, TENSORS, ProbeDecoding, excerpt_range, replay
 from fledge.check.read_probe import read_probe
-from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.drafts.weights import build_draft
 from fledge.engines.support import ENGINES
+from fledge.io.formats import config_from_hf
 from fledge.targets.loading import load_target
 from support.chats import tiny_chats
 from support.drafts_on_disk import rewrite
@@ -715,7 +715,7 @@ def test_a_field_that_only_an_engine_misses_is_named(made, name, symptom):
     four = read.hf | dict(num_aux_hidden_states=4, fledge=read.hf["fledge"] | dict(aux_layers=[1, 2, 4, 5]))
     record = replace(probe.record, config=four)
     left = {n: value for n, value in four.items() if n != name}
-    cut = replace(read, hf=left, config=DraftConfig.from_hf(four))
+    cut = replace(read, hf=left, config=config_from_hf(four))
     (finding,) = config_findings(cut, SimpleNamespace(context=64), record)
     assert f"{name} is missing in config.json, and was {four[name]}" in finding.cause and symptom in finding.symptom
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fledge.config import DraftConfig
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import new_draft
+from fledge.io.formats import config_from_hf
 from fledge.targets.distributed import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.checkpoint import RunDirectory
@@ -119,7 +120,7 @@ def test_the_disk_of_a_run(tmp_path: Path, fledge: Any) -> None:
     went = fledge("train", "--target", tiny_target_directory(tmp_path), *words, "--out", tmp_path / "run")
     assert went.code == 0, went.err
     with torch.device("meta"):
-        draft = new_draft(DraftConfig.from_hf(json.loads((tmp_path / "run/draft/config.json").read_text())))
+        draft = new_draft(config_from_hf(json.loads((tmp_path / "run/draft/config.json").read_text())))
     needed, free = disk_space(RunDirectory(tmp_path / "other"), draft, "muon")
     # without the probe of `fledge check`, which is small beside the weights of a real draft
     written = sum(f.stat().st_size for f in (tmp_path / "run").rglob("*.safetensors") if f.parent.name != "fledge")

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fledge.config import DraftConfig, RopeConfig
+from fledge.config import RopeConfig
 from fledge.data.template import ChatTemplate
 from fledge.io import fields
 from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLEDGE, RESERVED, ROPE, Fields, check_template_kwargs
+from fledge.io.formats import config_from_hf, config_to_hf
 from fledge.ops.rope import rope_frequencies
 from fledge.options import parse_template_kwargs
 
@@ -62,14 +63,14 @@ def is_read_or_refused(at: str, key: str, value: Any, kind: str) -> None:
     else:
         hf[key] = value
     try:
-        config = DraftConfig.from_hf(hf)
+        config = config_from_hf(hf)
         frequencies, scale = rope_frequencies(config.rope, config.head_dim)
     except ValueError as e:
         assert 10 < len(str(e)) < 600
         return
     assert bool(frequencies.isfinite().all()) and math.isfinite(scale)
     assert 0 < config.rms_norm_eps <= 1 and 1 <= (config.provenance.depth or 1) <= 64
-    json.dumps(config.to_hf(), allow_nan=False)
+    json.dumps(config_to_hf(config), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def is_read_or_refused(at: str, key: str, value: Any, kind: str) -> None:
 )
 def test_the_error_names_the_field(changes, message):
     with pytest.raises(ValueError) as refused:
-        config = DraftConfig.from_hf(PLAIN | changes)
+        config = config_from_hf(PLAIN | changes)
         rope_frequencies(config.rope, config.head_dim)
     assert str(refused.value).startswith(message)
 
@@ -140,7 +141,7 @@ def test_arguments_that_replace_the_chat_template_are_refused(name, target):
     kwargs = {"enable_thinking": False, name: "{{ 'ignore all that' }}"}
     reason = f"sets {name}: such options replace the target's chat template"
     with pytest.raises(ValueError, match=f"fledge.template_kwargs {reason}"):
-        DraftConfig.from_hf(PLAIN | dict(fledge=dict(template_kwargs=kwargs)))
+        config_from_hf(PLAIN | dict(fledge=dict(template_kwargs=kwargs)))
     with pytest.raises(ValueError, match=f"--template-kwargs {reason}"):
         parse_template_kwargs(json.dumps(kwargs))
     with pytest.raises(ValueError, match=reason):

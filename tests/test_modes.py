@@ -15,12 +15,13 @@ import yaml
 from tokenizers.processors import TemplateProcessing
 
 from fledge import load, train_draft
-from fledge.config import DraftConfig, Provenance
+from fledge.config import Provenance
 from fledge.data.read import read_records
 from fledge.data.sources import modes_of
 from fledge.data.spans import training_documents
 from fledge.data.template import ChatTemplate, ModeWarning, shared_variables
 from fledge.drafts.weights import read_draft_config
+from fledge.io.formats import config_from_hf
 from fledge.measure.prompts import prompt_of
 from fledge.measure.run import longest_request
 from support.chats import tiny_chats
@@ -96,11 +97,11 @@ def test_a_draft_records_all_its_modes_and_old_configs_still_load(both: Path, th
     assert known.modes == (ON | {"date": "today"}, OFF | {"date": "today"})
     one = json.loads((thinking / "config.json").read_text())
     assert one["fledge"]["template_kwargs"] == OFF and "template_modes" not in one["fledge"]
-    assert DraftConfig.from_hf(one).provenance.modes == (OFF,)
+    assert config_from_hf(one).provenance.modes == (OFF,)
     assert Provenance().modes == ({},)
     one["fledge"]["template_modes"] = [{"chat_template": "x"}]
     with pytest.raises(ValueError, match="template_modes sets chat_template"):
-        DraftConfig.from_hf(one)
+        config_from_hf(one)
 
 
 def test_a_recipe_with_sources_of_its_own_options_runs_again(both: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fledge as api
-from fledge.config import DraftConfig
 from fledge.drafts import weights
+from fledge.io.formats import config_from_hf
 from fledge.train.plan import DropTokens
 from fledge.train.setup import recipe as recipes
 from fledge.train.setup.options import TrainOptions
@@ -362,4 +362,4 @@ def test_tau_of_training_equals_tau_of_eval(made: Path, tmp_path: Path, fledge) 
     found = fledge("eval", *words, "--draft", draft, "--prompts", prompts, "--max-new-tokens", 24, "--json")
     record = json.loads(found.out)
     assert record["prompts"] == 4 and record["tau"] == tau > 1.05
-    assert DraftConfig.from_hf(json.loads((draft / "config.json").read_text())).provenance.depth == 4
+    assert config_from_hf(json.loads((draft / "config.json").read_text())).provenance.depth == 4

@@ -19,6 +19,7 @@ from fledge.config import DraftConfig, RopeConfig, default_aux_layers
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.decode.load import load
+from fledge.io.formats import config_from_hf, config_to_hf
 from fledge.targets.cache import RecurrentCache, TargetCache
 from fledge.targets.compatibility import resolve_layers
 from fledge.targets.interface import UNLIMITED
@@ -246,9 +247,9 @@ def test_default_layers_of_shallow_targets(n):
     assert resolve_layers(None, target) == layers
     draft = tiny_draft(target, aux_layers=layers)
     assert target.features(row_of(9, length=9), layers).aux_TAD.shape == (9, 3, 32)
-    written = draft.config.with_provenance(target_layers=n).to_hf()
+    written = config_to_hf(draft.config.with_provenance(target_layers=n))
     assert written["eagle_aux_hidden_state_layer_ids"] == list(layers)
-    assert DraftConfig.from_hf(written).aux_layers == layers
+    assert config_from_hf(written).aux_layers == layers
 
 
 def test_a_draft_of_a_shallow_target_must_list_its_layers():

@@ -21,7 +21,7 @@ from fledge.engines.support import PLACES, TITLES, layers_read, value_at
 from fledge.io.fields import format_value, read_json, shortened, some_of
 from fledge.io.files import read_consistent
 from fledge.io.fingerprints import template_sha256, vocabulary_sha256
-from fledge.io.formats import deviations, flat_config, is_speculators, to_engine
+from fledge.io.formats import config_from_hf, deviations, flat_config, is_speculators, to_engine
 from fledge.io.hub import draft_directory
 from fledge.io.tensors import read_tensors, stray_readers, stray_symptom, stray_weights, weights_file
 from fledge.targets.compatibility import layers_of
@@ -122,7 +122,7 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
     symptom = "engines refuse the draft, or fail while they load it"
     try:
         hf = read_json(directory / CONFIG)
-        config = DraftConfig.from_hf(hf, refuse_deviations=False)
+        config = config_from_hf(hf, refuse_deviations=False)
         speculators = is_speculators(hf)
         flat = flat_config(hf) if speculators else hf
         odd = deviations(flat, config.family)

@@ -22,6 +22,7 @@ from fledge.config import DraftConfig
 from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.drafts.weights import build_draft, config_json
+from fledge.io.formats import config_from_hf
 from fledge.measure.metrics import committed_per_round
 from fledge.measure.prompts import quiet_traces
 from fledge.targets.interface import DecodingTarget
@@ -108,7 +109,7 @@ class ProbeRecord:
 
     @property
     def draft_config(self) -> DraftConfig:
-        return DraftConfig.from_hf(self.config)
+        return config_from_hf(self.config)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
     from huggingface_hub.utils import disable_progress_bars
 
     from fledge.check.probe import FOLDER, RECORD
-    from fledge.config import DraftConfig
     from fledge.drafts.weights import CONFIG
+    from fledge.io.formats import config_from_hf
     from fledge.io.hub import hub_id
     from fledge.publish.card import CARD
     from fledge.publish.upload import card_to_push, explained, files_to_push, upload
@@ -62,7 +62,7 @@ def run(options: PushOptions, show: Callable[[str], None], say: Callable[[str], 
         say(f"note: {FOLDER}/ holds the beginnings of up to nine training documents; --no-probe leaves them out")
     for name in (name for name in names if name in (CONFIG, RECORD)):
         hf = read_json(directory / name)
-        target = DraftConfig.from_hf(hf.get("config", hf)).provenance.target  # the record has a copy of config.json
+        target = config_from_hf(hf.get("config", hf)).provenance.target  # the record has a copy of config.json
         if target and not hub_id(target):
             say(f"note: {name} names the target by its path on this machine, not by a hub id")
     if options.dry_run:

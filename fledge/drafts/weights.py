@@ -20,7 +20,7 @@ from fledge.drafts.registry import NETWORKS, new_draft
 from fledge.io.fields import MOST_LAYERS, read_json, shortened
 from fledge.io.files import read_consistent, replace_directory
 from fledge.io.fingerprints import vocabulary_sha256
-from fledge.io.formats import is_speculators
+from fledge.io.formats import config_from_hf, config_to_hf, is_speculators
 from fledge.io.hub import draft_directory
 from fledge.io.tensors import WEIGHTS, read_tensors, stray_weights, weights_file
 
@@ -38,7 +38,7 @@ def draft_files(draft: Draft, dtype: torch.dtype) -> dict[str, bytes]:
 def config_json(draft: Draft, dtype: torch.dtype) -> dict[str, Any]:
     """The content of a draft's config.json, with weights in `dtype`."""
     config = draft.config.with_provenance(vocabulary_sha256=vocabulary_sha256(draft.target_ids()))
-    return config.to_hf(dtype_name(dtype))
+    return config_to_hf(config, dtype_name(dtype))
 
 
 def portable_tensors(config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def _read_config(file: Path) -> tuple[dict[str, Any], DraftConfig]:
     except ValueError as e:
         raise ValueError(f"{file} is not JSON ({e}); the file is damaged, copy it again") from e
     try:
-        return hf, DraftConfig.from_hf(hf)
+        return hf, config_from_hf(hf)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
 
@@ -186,7 +186,7 @@ def open_draft(name: str | Path) -> DraftFiles:
     """Reads and checks a draft's files, given its directory or hub id.
 
     The config and the names of the tensors may be those of fledge, vLLM, SGLang, SafeAILab's code, speculators and
-    other trainers (`DraftConfig.from_hf`, `io.tensors`). Raises ValueError for an invalid field of the config, a
+    other trainers (`config_from_hf`, `io.tensors`). Raises ValueError for an invalid field of the config, a
     missing, unknown or wrongly shaped tensor, a vocabulary map that is missing or does not match the hash in the
     config, and damaged weights (`find_damage`). Only `build` allocates the parameters, so that a wrong config cannot
     allocate more memory than the file has.

@@ -23,7 +23,15 @@ from fledge.drafts.weights import DraftFiles, dtype_name, encode_files, portable
 from fledge.engines.support import ENGINES, TITLES, minimum_version, unsupported
 from fledge.io.fields import CONFIG as FLAT_FIELDS
 from fledge.io.fields import shortened, some_of
-from fledge.io.formats import CLASSES, DRAFT_FIELDS, NORM_FIELDS, REFUSED_FIELDS, is_speculators, to_engine
+from fledge.io.formats import (
+    CLASSES,
+    DRAFT_FIELDS,
+    NORM_FIELDS,
+    REFUSED_FIELDS,
+    config_to_hf,
+    is_speculators,
+    to_engine,
+)
 from fledge.io.hub import split_revision
 from fledge.io.tensors import WEIGHTS, stray_readers
 
@@ -180,7 +188,8 @@ LAYOUTS: dict[str, Callable[[DraftFiles, TargetName | None], Files]] = {
 
 
 def _flat(draft: DraftFiles) -> dict[str, Any]:
-    return draft.config.to_hf(dtype_name(next(x.dtype for x in draft.tensors.values() if x.is_floating_point())))
+    dtype = next(x.dtype for x in draft.tensors.values() if x.is_floating_point())
+    return config_to_hf(draft.config, dtype_name(dtype))
 
 
 def _differences(

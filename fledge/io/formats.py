@@ -1,21 +1,43 @@
-"""A draft's config.json in the formats of other projects: ids of layers, speculators' config, and fields that fledge
-refuses.
+"""A draft's config.json: `config_from_hf` reads it and `config_to_hf` writes it.
 
-`vllm serve DRAFT` loads speculators' format. The flat layout of vLLM and SGLang has all fields at the top level.
-speculators' format has the fields of the decoder layers under `transformer_layer_config`, and under
-`speculators_config` the target ("verifier") and the number of tokens to draft. Sources: speculators' config classes
-(`SpeculatorModelConfig`, `Eagle3SpeculatorConfig`, `PEagleSpeculatorConfig`, `EagleSpeculatorConfig`) and vLLM's
-reader of speculators' configs (transformers_utils/configs/speculators).
+A config.json may have the flat layout of fledge, vLLM, SGLang and SafeAILab's code, which has all fields at the top
+level, or speculators' format, which `vllm serve DRAFT` loads. speculators' format has the fields of the decoder layers
+under `transformer_layer_config`, and under `speculators_config` the target ("verifier") and the number of tokens to
+draft. Sources: speculators' config classes (`SpeculatorModelConfig`, `Eagle3SpeculatorConfig`,
+`PEagleSpeculatorConfig`, `EagleSpeculatorConfig`) and vLLM's reader of speculators' configs
+(transformers_utils/configs/speculators).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Any
 
-from fledge.io.fields import CONFIG, EAGLE_CONFIG, FLAG, OBJECT, TEXT, TOKEN, Fields, format_value, integer, list_of
-from fledge.methods import Method
+from fledge.config import REQUIRED, DraftConfig, Provenance, RopeConfig, engine_layers, first_of, heads_of
+from fledge.io.fields import (
+    CONFIG,
+    EAGLE_CONFIG,
+    FLAG,
+    FLEDGE,
+    OBJECT,
+    TEXT,
+    TOKEN,
+    Fields,
+    check_template_kwargs,
+    format_value,
+    integer,
+    list_of,
+    shortened,
+)
+from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
 
+# fields of a `DraftConfig` that have the same name in config.json
+SAME_NAMES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "vocab_size", "draft_vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 # An engine's id of a hidden state minus fledge's id. fledge numbers hidden states as transformers' `hidden_states`: id
 # i is the input of layer i, i.e. the output of layer i - 1, and 0 is the embedding. In SGLang and DeepSpec, id i is the
 # output of layer i.
@@ -32,7 +54,7 @@ def from_engine(ids: Iterable[int], engine: str) -> list[int]:
     return [i - OFFSETS[engine] for i in ids]
 
 
-# speculators_model_type: the architecture in the flat layout, from which `DraftConfig.from_hf` knows the method
+# speculators_model_type: the architecture in the flat layout, from which `config_from_hf` knows the method
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel"}
 CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # speculators' model classes
 LAYER_TYPES = ("llama", "qwen3")
@@ -154,3 +176,149 @@ def deviations(hf: dict[str, Any], family: Method) -> list[tuple[str, str, str]]
                 "set all of them to the mask token of training",
             ))  # fmt: skip
     return found
+
+
+def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> DraftConfig:
+    """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
+    unsupported field; with `refuse_deviations`, also for fields with which an engine would compute something else
+    (`deviations`)."""
+    hf = flat_config(hf) if isinstance(hf, dict) and is_speculators(hf) else hf
+    top = Fields(hf, CONFIG)
+    missing = [k for k in REQUIRED if k not in top]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}; is this a draft model's directory?")
+    eagle, own = top.nested("eagle_config", EAGLE_CONFIG), top.nested("fledge", FLEDGE)
+    family, mask = _family(top), _mask_token(top)
+    if family is EAGLE1 and top.get("qkv_bias"):
+        raise ValueError("an EAGLE-1 draft with qkv_bias, which fledge does not support")
+    if refuse_deviations and (found := deviations(hf, family)):
+        raise ValueError("{}: {}; {}".format(*found[0]))
+    if family.masks and mask is None:
+        raise ValueError(
+            "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
+        )
+    if top.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {format_value(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu")
+    aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
+    if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
+        aux = from_engine(eagle.get("eagle_aux_hidden_state_layer_ids"), "sglang")
+    if aux is None and family.reads_layers and "target_layer_ids" in top:
+        aux = from_engine(top.get("target_layer_ids"), "deepspec")
+    hidden, vocabulary = top.get("hidden_size"), top.get("vocab_size")
+    width = top.get("target_hidden_size", hidden)
+    aux_count = (top.get("num_aux_hidden_states") or (len(aux) if aux else 3)) if family.reads_layers else 0
+    known = {f.name: own.get(f.name) for f in fields(Provenance) if f.name in own}
+    check_template_kwargs(known.get("template_kwargs", {}), "fledge.template_kwargs")
+    known["template_modes"] = tuple(known.get("template_modes", ()))
+    for mode in known["template_modes"]:
+        check_template_kwargs(mode, "fledge.template_modes")
+    values = {name: top.get(name) for name in (*SAME_NAMES, "norm_before_residual", "norm_output") if name in top}
+    values |= dict(
+        draft_vocab_size=top.get("draft_vocab_size", vocabulary),
+        target_hidden_size=width,
+        rms_norm_eps=float(top.get("rms_norm_eps", 1e-6)),
+        rope=replace(RopeConfig.from_hf(hf), long=own.get("longrope_long", False)),
+        method=family.name,
+        fc_bias=family is EAGLE1 and top.get("bias", True),  # the default in the authors' code
+        num_aux_hidden_states=aux_count,
+        aux_layers=tuple(aux) if aux else None,
+        qk_norm=top.get("model_type") == "qwen3",
+        norm_before_fc=eagle.get("norm_before_fc", top.get("norm_before_fc", False)),
+        fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
+        own_embeddings=own.get("own_embeddings", width != hidden),
+        mask_token_id=mask if family.masks else None,
+        bos_token_id=first_of(top.get("bos_token_id")),
+        eos_token_id=first_of(top.get("eos_token_id")),
+        provenance=Provenance(**known),
+    )
+    return DraftConfig(**values | heads_of(hf))
+
+
+def config_to_hf(config: DraftConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The content of config.json, for vLLM, SGLang, SafeAILab's code and transformers.
+
+    It has `rope_theta` and `rope_scaling`, which are all that SafeAILab's code reads, and also `rope_parameters`,
+    the format of transformers 5.
+    """
+    rope = config.rope.to_hf()
+    scaling = None if config.rope.rope_type == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+    if config.rope.rope_type == "linear":
+        scaling = {"type": "linear", "factor": config.rope.factor}  # the only scaling that SafeAILab's code supports
+    # SGLang has no draft class with q/k norms; this is vLLM's
+    architectures = ["Eagle3Qwen3ForCausalLM"] if config.qk_norm else list(config.family.architectures)
+    hf: dict[str, Any] = {
+        "architectures": architectures,
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{name: getattr(config, name) for name in SAME_NAMES},
+        "hidden_act": "silu",
+        "bias": config.fc_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "rope_theta": config.rope.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": rope,
+    }
+    if config.family.borrows_head:
+        del hf["draft_vocab_size"]
+    if config.family.reads_layers:
+        hf |= {
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "num_aux_hidden_states": config.num_aux_hidden_states,
+        }
+        # left out if false: SpecForge skips the final norm if `norm_output` is present and false
+        hf |= {name: True for name in ("fc_norm", "norm_output") if getattr(config, name)}
+    if config.mask_token_id is not None:
+        hf |= dict.fromkeys(MASK_TOKEN_FIELDS, config.mask_token_id)
+    if config.rope.partial_rotary_factor != 1.0:
+        hf["partial_rotary_factor"] = config.rope.partial_rotary_factor
+    if config.rope.original_max_position_embeddings and config.rope.rope_type == "longrope":
+        hf["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+    if config.target_hidden_size != config.hidden_size:
+        hf["target_hidden_size"] = config.target_hidden_size
+    layers = config.provenance.target_layers
+    if config.aux_layers and not (layers and config.aux_layers == engine_layers(layers)):
+        hf["eagle_aux_hidden_state_layer_ids"] = list(config.aux_layers)
+        hf["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": to_engine(config.aux_layers, "sglang"),
+            "use_aux_hidden_state": True,
+        }
+    own = {f.name: getattr(config.provenance, f.name) for f in fields(Provenance)}
+    own |= {"method": config.method, "aux_layers": list(config.aux_layers) if config.aux_layers else None}
+    own |= {"own_embeddings": config.own_embeddings, "longrope_long": config.rope.long}
+    own["template_modes"] = list(config.provenance.template_modes) or None
+    hf["fledge"] = {k: v for k, v in own.items() if v is not None}
+    return hf
+
+
+def _family(top: Fields) -> Method:
+    """The method of a draft, from fledge's own field in its config or from the architecture's name.
+
+    The EAGLE authors' configs have Llama's architecture. Such a config is EAGLE-3 if it has one of EAGLE-3's fields,
+    and EAGLE-1 if it has a single layer, as no complete model has. Raises ValueError for other configs.
+    """
+    own = top.nested("fledge", FLEDGE).get("method")
+    names = top.get("architectures") or ["Eagle3"]
+    if own:
+        if own not in METHODS:
+            raise ValueError(f"method {format_value(own)} is none of {', '.join(METHODS)}")
+        return METHODS[own]
+    if _mentions("peagle", names):  # SpecForge's and vLLM's own names
+        return PEAGLE
+    if _mentions("eagle3", names):
+        return EAGLE3 if _mask_token(top) is None else PEAGLE
+    if _mentions("eagle", names):
+        return EAGLE1
+    if any(key in top for key in ("draft_vocab_size", "num_aux_hidden_states", "eagle_config")):
+        return EAGLE3
+    if top.get("num_hidden_layers") == 1:
+        return EAGLE1
+    raise ValueError(f"architectures {shortened(str(names))} is not an EAGLE draft")
+
+
+def _mentions(word: str, names: list[str]) -> bool:
+    return any(word in name.lower() for name in names)
+
+
+def _mask_token(top: Fields) -> int | None:
+    return next((top.get(key) for key in MASK_TOKEN_FIELDS if key in top), None)

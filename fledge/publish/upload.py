@@ -16,7 +16,6 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from fledge import __version__
 from fledge.check.draft_files import Finding, read_files, vocabulary_findings
 from fledge.check.probe import RECORD, TENSORS
-from fledge.config import DraftConfig
 from fledge.drafts.weights import CONFIG, DraftFiles, open_draft
 from fledge.engines.export import Serving, engine_command, needs_export, trained_depth
 from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
@@ -24,6 +23,7 @@ from fledge.io.display import format_bytes
 from fledge.io.fields import first_line, parse_json, read_json
 from fledge.io.files import replace_text
 from fledge.io.fingerprints import draft_sha256
+from fledge.io.formats import config_from_hf
 from fledge.io.hub import hub_id
 from fledge.io.tensors import INDEX, PICKLED, weights_file
 from fledge.measure.record import is_record
@@ -207,7 +207,7 @@ def _check_kind(name: str, paths: list[str], read: Callable[[str], bytes]) -> No
     reason = next((f"{path} without {CONFIG}" for path in paths if _matches(path, WEIGHTS)), "")
     if CONFIG in paths:
         try:
-            DraftConfig.from_hf(parse_json(read(CONFIG)))
+            config_from_hf(parse_json(read(CONFIG)))
             return
         except ValueError as e:
             reason = str(e)
