@@ -38,7 +38,8 @@ SETS = ("sgd_dev", "gsm8k", "stories")
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the record: the method, the drafting options, the temperature and the prompt set."""
+    """A row of the record: the method, the drafting options, the temperature and the prompt set. `width` is 0 for
+    chains, and for trees of P-EAGLE, which have none."""
 
     method: str
     mode: str
@@ -49,7 +50,7 @@ class Setting:
     width: int = 0
 
     def engine(self, work: Path, target: Any) -> Engine:
-        tree = dict(nodes=self.nodes, width=self.width) if self.mode == "tree" else {}
+        tree = dict(nodes=self.nodes, width=self.width or None) if self.mode == "tree" else {}
         return load(target, str(work / self.method / "draft"), depth=self.depth, mode=self.mode, **tree)
 
 
@@ -109,17 +110,20 @@ def prompts_of(name: str, options: argparse.Namespace) -> list[Any]:
 
 
 def settings_of(method: str) -> list[Setting]:
-    one = "parallel" if method == "peagle" else "chain"
-    found = [
-        Setting(method, mode, temperature, name, nodes=32 if mode == "tree" else 0, width=8 if mode == "tree" else 0)
-        for name in SETS for temperature in (0.0, 1.0) for mode in (one, "tree")
-    ]  # fmt: skip
+    one, width = ("parallel", 0) if method == "peagle" else ("chain", 8)
+    found = []
+    for name in SETS:
+        for temperature in (0.0, 1.0):
+            found.append(Setting(method, one, temperature, name))
+            found.append(Setting(method, "tree", temperature, name, nodes=32, width=width))
     deeper = [
         Setting(method, one, 0.0, name, depth=depth) for name, depth in (("sgd_dev", 10), ("long", 5), ("long", 10))
     ]
     found += deeper if method != "eagle1" else []
     if method in ("eagle3", "peagle"):
-        sizes = ((5, 8, 4), (5, 16, 4), (5, 16, 8), (5, 60, 10), (7, 60, 10))
+        sizes = [(5, 8, 4), (5, 16, 4), (5, 16, 8), (5, 60, 10), (7, 60, 10)]
+        if method == "peagle":
+            sizes = [(5, 8, 0), (5, 16, 0), (5, 60, 0), (7, 60, 0)]
         found += [Setting(method, "tree", 0.0, "sgd_dev", depth, nodes, width) for depth, nodes, width in sizes]
         found += [Setting(method, one, 0.0, "sgd_dev", depth=depth) for depth in (2, 3, 4, 7)]
     return found
@@ -170,7 +174,7 @@ def measure_speed(setting: Setting, target: Any, options: argparse.Namespace) ->
 
 
 def describe(row: dict) -> str:
-    tree = f" {row['nodes']}x{row['width']}" if row["nodes"] else ""
+    tree = f" {row['nodes']}" + (f"x{row['width']}" if row["width"] else "") if row["nodes"] else ""
     return (
         f"{row['method']:9} {row['mode']}{tree:6} depth {row['depth']:2} T={row['temperature']:.0f} {row['set']:8} "
         f"τ {row['tau']:.2f}  α {alpha_text(row['alpha'])}  round {row['round_ms']:.1f} ms, of that "

@@ -97,7 +97,8 @@ import json, sys, fledge
 target, prompts, *drafts = sys.argv[1:]
 chats = [json.loads(line)["messages"][:1] for line in open(prompts)][:4]
 ways = dict(none={}, chain=dict(depth=3), unstable=dict(depth=3, draft_cache="unstable"),
-            tree=dict(mode="tree", depth=4, nodes=20, width=4), confidence=dict(depth=4, confidence=0.3),
+            tree=dict(mode="tree", depth=4, nodes=20, width=4), wide=dict(mode="tree", depth=4, nodes=20),
+            confidence=dict(depth=4, confidence=0.3),
             transformers=dict(depth=3, target_impl="transformers"), fp64=dict(depth=3, dtype="fp64"))
 samplings = dict(greedy={}, temperature=dict(temperature=1.0, seed=3), sampled=dict(temperature=1.0, draft="sample"),
                  filtered=dict(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.1))

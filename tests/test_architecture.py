@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 179,
-    "lines": 29_312,
-    "statements": 22_313,
-    "lines behind fledge train": 22_184,
-    "lines behind fledge generate": 12_753,
+    "lines": 29_446,
+    "statements": 22_410,
+    "lines behind fledge train": 22_313,
+    "lines behind fledge generate": 12_885,
     "lines behind the training loop": 5_164,
-    "lines behind the engine": 9_278,
+    "lines behind the engine": 9_407,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

@@ -269,7 +269,7 @@ def _cross_entropy(said_W: Tensor, taught_V: Tensor, draft: BlockDraft) -> Tenso
 WAYS = {
     "chain": dict(),
     "short chain": dict(depth=2),
-    "tree": dict(mode="tree", nodes=12, width=3, depth=K),
+    "tree": dict(mode="tree", nodes=12, depth=K),
     "auto": dict(depth="auto"),
 }
 

@@ -236,7 +236,7 @@ def pair(native: bool = False) -> tuple[TransformersTarget, Draft, list[list[int
 WAYS: dict[str, dict[str, Any]] = {
     "parallel": dict(depth=4),
     "confidence": dict(depth=6, confidence=0.05),
-    "tree": dict(mode="tree", depth=4, nodes=20, width=4),
+    "tree": dict(mode="tree", depth=4, nodes=20),
     "shape": dict(mode="tree", shape=SHAPES["mixed"]),
 }
 
@@ -279,33 +279,32 @@ def test_sampled_drafts_together_and_alone(confidence: float, native: bool) -> N
     ]
 
 
-def test_the_tree_is_the_likeliest() -> None:
-    """The tree holds the paths with the highest probabilities, found by brute force from the logits of each level."""
+@pytest.mark.parametrize("nodes", [2, 12, 100])
+def test_the_tree_is_the_likeliest(nodes: int) -> None:
+    """The tree holds the paths with the highest probabilities, in descending order, found by brute force from the
+    logits of each level: among all paths of the first 40 tokens of each level, which no path of the tree can leave."""
     target, draft, asked = pair()
-    depth, nodes, width = 3, 12, 4
+    depth, first = 3, 40
     token_R, aux = slots_of(target, [*asked[0], 5, 6])
-    tree = propose_one(proposer_of(draft, mode="tree", depth=depth, nodes=nodes, width=width), token_R, aux)
+    tree = propose_one(proposer_of(draft, mode="tree", depth=depth, nodes=nodes), token_R, aux)
     said = proposer_of(draft, depth=depth)
     propose_one(said, token_R, aux)
-    logits = said.logits_BKW
-    logp, words = logits[0].float().log_softmax(-1).topk(width)
-    pool, front = [], [(0.0, ())]
+    logp, words = said.logits_BKW[0].float().log_softmax(-1).double().topk(first)
+    pool, level_scores = [], torch.zeros(1, dtype=torch.float64)
     for level in range(depth):
-        grown = [(s + float(logp[level, r]), (*p, r)) for s, p in front for r in range(width)]
-        pool += grown
-        front = sorted(grown, key=lambda x: -x[0])[:width]
+        level_scores = (level_scores[:, None] + logp[level]).flatten()
+        paths = itertools.product(*words[: level + 1].tolist())
+        pool += zip(level_scores.tolist(), paths, strict=True)
     best = sorted(pool, key=lambda x: -x[0])[: nodes - 1]
-    expected = {tuple(int(draft.target_ids()[words[level, r]]) for level, r in enumerate(path)) for _, path in best}
-    assert set(paths_of(tree)) == expected
+    assert best[-1][0] > float(logp[:, -1].max()), "a token outside of the first 40 is in no better path"
+    assert paths_of(tree) == [tuple(draft.target_ids()[torch.tensor(path)].tolist()) for _, path in best]
 
 
-def test_a_chain_is_the_tree_one_wide() -> None:
+def test_a_chain_is_a_tree_of_one_path() -> None:
     target, draft, asked = pair()
     token_R, aux = slots_of(target, [*asked[1], 5, 6])
     chain = propose_one(proposer_of(draft, depth=4), token_R, aux)
-    one = propose_one(proposer_of(draft, mode="tree", depth=4, nodes=5, width=1), token_R, aux)
     fixed = propose_one(proposer_of(draft, mode="tree", shape=SHAPES["chain"]), token_R, aux)
-    assert tree_lists(chain) == tree_lists(one)
     assert [x[:4] for x in tree_lists(chain)[0]] == [x for x in tree_lists(fixed)[0]]
 
 
@@ -316,6 +315,10 @@ def test_modes_of_drafting() -> None:
         load(target, draft, stable=False)
     with pytest.raises(ValueError, match="parallel needs a draft of P-EAGLE"):
         load(target, tiny_draft(target), mode="parallel")
+    with pytest.raises(ValueError, match=r"a tree of P-EAGLE has no width: .*; leave the width out"):
+        load(target, draft, mode="tree", width=10)
+    assert "width" not in load(target, draft, mode="tree").drafting.record()
+    assert load(target, tiny_draft(target), mode="tree").drafting.record()["width"] == 10
     assert load(target, draft).drafting.mode == "parallel"
     assert load(target, tiny_draft(target)).drafting.mode == "chain"
 

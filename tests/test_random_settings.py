@@ -61,6 +61,8 @@ def random_setting(case: int) -> Setting:
     kind = draw.choice(["chain", "dynamic", "fixed", "confident"])
     if kind == "dynamic":
         drafting |= dict(mode="tree", nodes=draw.randint(2, 20), width=draw.randint(1, 6))
+        if draft == "peagle":  # whose trees have no width
+            del drafting["width"]
     elif kind == "fixed":
         drafting = dict(mode="tree", shape=random_tree(draw))
     elif kind == "confident":

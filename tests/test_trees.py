@@ -149,7 +149,8 @@ FORK = TreeShape((-1, 0, 0), (0, 0, 1))
         (lambda: TreeShape.from_paths([[0], [0], [1], [1, 0]]), "a duplicate path"),
         (lambda: TreeShape.from_paths([[], [0]]), "an empty path"),
         (lambda: engine_of(*good_pair()[:2], confidence=0.5), "leave it out"),
-        (lambda: engine_of(*good_pair()[:2], nodes=1), "drafts nothing"),
+        (lambda: engine_of(*good_pair()[:2], nodes=1), "a tree of 1 nodes drafts nothing"),
+        (lambda: engine_of(*good_pair()[:2], width=0), "a tree with a width of 0 drafts nothing"),
         (lambda: engine_of(*good_pair()[:2], shape=FORK, depth=3), "a fixed shape has its own depth; leave depth out"),
         (
             lambda: engine_of(*good_pair()[:2], shape=FORK, width=3),
@@ -523,7 +524,7 @@ def test_a_mistake_in_drafting_is_noticed(owner: Any, name: str, wrong: Any, mon
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["eagle3", "peagle"])
-@pytest.mark.parametrize("way", [{}, dict(mode="tree", nodes=20, width=4), dict(mode="tree", shape=SHAPES["mixed"])])
+@pytest.mark.parametrize("way", [{}, dict(mode="tree", nodes=20), dict(mode="tree", shape=SHAPES["mixed"])])
 def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     """Drafting a round for two requests with different numbers of new slots never synchronises with the device."""
     target = tiny_target()

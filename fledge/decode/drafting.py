@@ -11,7 +11,7 @@ from typing import Any
 from fledge.config import DraftConfig
 from fledge.decode.draft_size import DraftSize, SizeChooser
 from fledge.decode.propose import BlockProposer, MaskedProposer, Proposer, StepProposer
-from fledge.decode.shapes import Chain, DynamicTree, FixedTree, Shape
+from fledge.decode.shapes import Chain, DynamicTree, FixedTree, LikeliestTree, Shape
 from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
 from fledge.drafts.registry import NETWORKS
@@ -23,6 +23,7 @@ DEPTH = 5  # tokens drafted a round where neither the caller nor the draft's con
 AUTO = "auto"
 DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR or twice the trained depth
 FAR = 10
+WIDTH = 10  # children of a node where the caller does not say
 NODES = (8, 16, 32, 60)  # numbers of tree nodes that "auto" chooses from
 
 
@@ -31,8 +32,9 @@ class Drafting:
     """How an engine drafts.
 
     `mode` "chain" drafts a chain of `depth` tokens, one per pass; "parallel" a chain in one pass, for methods that
-    can (P-EAGLE); "tree" drafts EAGLE-2's tree of `nodes`, the root included, with at most `width` children a node
-    and paths of at most `depth` tokens, or a tree of a fixed `shape`. `mode` None is a chain, in one pass if the
+    can (P-EAGLE); "tree" drafts a tree of `nodes`, the root included, with paths of at most `depth` tokens, or a tree
+    of a fixed `shape`. A tree of a method that drafts in one pass holds the likeliest prefixes (`LikeliestTree`), other
+    trees are EAGLE-2's with at most `width` children a node (None: WIDTH). `mode` None is a chain, in one pass if the
     method can. `depth` None is the trained depth of the draft. `depth` or `nodes` "auto" chooses the number while
     decoding, and drafts nothing while that is faster (`decode/draft_size.py`). With `confidence` above 0 a chain is
     drafted only while the draft's probability of the chain is at least `confidence`. `stable` False caches keys and
@@ -45,7 +47,7 @@ class Drafting:
     mode: str | None = None
     confidence: float = 0.0
     nodes: int | str = 60
-    width: int = 10
+    width: int | None = None
     shape: TreeShape | None = None
     stable: bool = True
     sizes: tuple[DraftSize, ...] = ()
@@ -53,7 +55,7 @@ class Drafting:
     def __post_init__(self) -> None:
         check_type("depth", self.depth, Integral | str | None, f"an integer or {AUTO!r}")
         check_type("nodes", self.nodes, Integral | str, f"an integer or {AUTO!r}")
-        check_type("width", self.width, Integral, "an integer")
+        check_type("width", self.width, Integral | None, "an integer")
         check_type("confidence", self.confidence, Real, "a number")
         check_type("stable", self.stable, bool, "True or False")
         check_type("shape", self.shape, TreeShape | None, "a fledge.TreeShape")
@@ -66,11 +68,10 @@ class Drafting:
         for name, value in (("depth", self.depth), ("number of nodes", self.nodes)):
             if isinstance(value, str) and value != AUTO:
                 raise ValueError(f"the {name} {value!r} is neither a number nor {AUTO}")
-        if self.tree and ((self.nodes != AUTO and self.nodes < 2) or self.width < 1):
-            raise ValueError(
-                f"a tree of {self.nodes} nodes with a width of {self.width} drafts nothing; use at least 2 nodes and a "
-                "width of 1"
-            )
+        if self.tree and self.nodes != AUTO and self.nodes < 2:
+            raise ValueError(f"a tree of {self.nodes} nodes drafts nothing; use at least 2 nodes")
+        if self.tree and self.width is not None and self.width < 1:
+            raise ValueError(f"a tree with a width of {self.width} drafts nothing; use a width of at least 1")
         if self.shape is not None and not self.tree:
             raise ValueError("a fixed shape needs mode 'tree'")
         if self.shape is not None and (self.nodes, self.width) != (Drafting.nodes, Drafting.width):
@@ -121,7 +122,8 @@ class Drafting:
             raise ValueError("sampled drafts need a chain, since a tree drafts the likeliest tokens; leave tree out")
 
     def for_method(self, method: Method) -> Drafting:
-        """The same drafting with the mode of a method. Raises ValueError for a mode or cache that the method lacks."""
+        """The same drafting with the mode and width of a method. Raises ValueError for a mode, cache or width that the
+        method lacks."""
         if method.one_pass and not self.stable:
             raise ValueError(
                 f"the draft cache of {method.title} is always stable, since masked slots are no accepted tokens; leave "
@@ -130,7 +132,14 @@ class Drafting:
         if self.mode == "parallel" and not method.one_pass:
             able = ", ".join(m.title for m in METHODS.values() if m.one_pass)
             raise ValueError(f"draft mode parallel needs a draft of {able}; use chain or tree")
-        return replace(self, mode="tree" if self.tree else "parallel" if method.one_pass else "chain")
+        if method.one_pass and self.width is not None:
+            raise ValueError(
+                f"a tree of {method.title} has no width: it holds the most likely prefixes, whatever the number of "
+                "children of a node; leave the width out"
+            )
+        if not self.tree:
+            return replace(self, mode="parallel" if method.one_pass else "chain")
+        return self if method.one_pass or self.shape is not None else replace(self, width=self.width or WIDTH)
 
     def for_draft(self, config: DraftConfig) -> Drafting:
         """The same drafting with the mode, depth and sizes of a draft. Raises ValueError like `for_method`."""
@@ -179,7 +188,8 @@ class Drafting:
             return how | {"depth": self.depth, "confidence": self.confidence}
         if self.shape is not None:
             return how | {"shape": asdict(self.shape)}
-        return how | {"depth": self.depth, "nodes": self.nodes, "width": self.width}
+        tree = how | {"depth": self.depth, "nodes": self.nodes}
+        return tree if self.width is None else tree | {"width": self.width}
 
     def proposer(self, draft: Draft) -> Proposer:
         """A new proposer, of resolved drafting (`for_draft`)."""
@@ -197,6 +207,9 @@ class Drafting:
     def _shape(self, draft: Draft, size: DraftSize) -> Shape:
         if not self.tree:
             return Chain(size.depth, self.confidence, draft.device)
-        if self.shape is None:
-            return DynamicTree(size.depth, size.nodes, self.width, draft)
-        return FixedTree(self.shape, draft)
+        if self.shape is not None:
+            return FixedTree(self.shape, draft)
+        if draft.family.one_pass:
+            return LikeliestTree(size.depth, size.nodes, draft)
+        assert self.width is not None  # see `for_method`
+        return DynamicTree(size.depth, size.nodes, self.width, draft)

@@ -48,8 +48,8 @@ class DecodeOptions(Options):
     )  # fmt: skip
     seed: int = opt("random seed of sampling; the same seed gives the same text", 0, minimum=0, maximum=MAX_SEED)
     draft_mode: str | None = opt(
-        "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass) (default: parallel for "
-        "a P-EAGLE draft, otherwise chain)", None
+        "chain, tree (EAGLE-2's draft tree, or the most likely prefixes, for P-EAGLE), or parallel (P-EAGLE: the "
+        "whole chain in one pass) (default: parallel for a P-EAGLE draft, otherwise chain)", None
     )  # fmt: skip
     depth: int | str | None = opt(
         "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "
@@ -59,7 +59,10 @@ class DecodeOptions(Options):
     tree_nodes: int | str = opt(
         "number of nodes of a draft tree, including the root, or auto", 60, minimum=2, maximum=MOST_NODES, word=AUTO
     )
-    tree_width: int = opt("maximum number of children of a tree node", 10, minimum=1, maximum=64)
+    tree_width: int | None = opt(
+        "maximum number of children of a tree node (default: 10); trees of drafts that draft in one pass, as P-EAGLE, "
+        "have no width", None, minimum=1, maximum=64,
+    )  # fmt: skip
     draft_cache: str = opt(
         "stable: recompute the draft's cache of accepted tokens from the target's hidden states; unstable: keep what "
         "drafting computed for them", "stable"

@@ -1,6 +1,6 @@
-"""Shapes of a round's draft: a chain, EAGLE-2's dynamic tree, or a fixed tree.
+"""Shapes of a round's draft: a chain, EAGLE-2's dynamic tree, the tree of the likeliest prefixes, or a fixed tree.
 
-Each shape grows trees from the logits of any proposer (`decode/propose.py`).
+Each shape grows trees from the logits of a proposer (`decode/propose.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fledge.ops.attention_tree import VisibleBits, pack_bits
 from fledge.ops.device import current_device
 from fledge.ops.sampling import DRAFT, gumbel_argmax
 from fledge.ops.topk import argmax_rows, largest, likeliest
-from fledge.ops.trees import Candidates, add_level, best_nodes
+from fledge.ops.trees import Candidates, add_level, best_nodes, likeliest_prefixes, most_prefixes
 from fledge.types import Tree, TreeShape
 
 
@@ -128,6 +128,25 @@ class DynamicTree(Shape):
             front = add_level(found, level, *likeliest(logits_BMW, w), ids_W)
         token_BN, parent_BN, slot_BN = best_nodes(found, self.nodes, root_B, ids_W)
         return Tree(token_BN, parent_BN, self.depth), slot_BN
+
+
+class LikeliestTree(Shape):
+    """Trees of a proposer that has the logits of all levels after one pass: the root and the `nodes` - 1 likeliest
+    prefixes of up to `depth` tokens, under the product of the levels' distributions (DDTree, Ringel & Romano 2026,
+    arXiv:2604.12989). No other tree of as many nodes is accepted further on average, if the tokens are distributed so.
+    Waits for nothing.
+    """
+
+    def __init__(self, depth: int, nodes: int, draft: Draft):
+        vocabulary = draft.config.draft_vocab_size
+        self.levels, self.nodes, self.expanded = depth, most_prefixes(nodes, depth, vocabulary), 0
+        self.ranks = min(nodes - 1, vocabulary)  # of a level's tokens that may be in a tree
+        self.slot_N = torch.full((self.nodes,), -1, device=draft.device)
+
+    def grow(self, proposer: Proposer, root_B: Tensor, logits_BKW: Tensor) -> tuple[Tree, Tensor]:
+        logp_BKw, token_BKw = likeliest(logits_BKW[:, : self.levels], self.ranks)
+        token_BN, parent_BN = likeliest_prefixes(logp_BKw, token_BKw, self.nodes, root_B, proposer.target_id_W)
+        return Tree(token_BN, parent_BN, self.levels), self.slot_N.expand(root_B.numel(), -1)
 
 
 @dataclass(frozen=True)

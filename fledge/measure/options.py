@@ -40,8 +40,9 @@ class EvalOptions(DecodeOptions):
     )  # fmt: skip
     draft: list[str] = opt("draft of the target: a directory or hub id; repeat to compare drafts", repeatable=True)
     draft_mode: list[str] = opt(
-        "chain, tree (EAGLE-2's draft tree), or parallel (P-EAGLE: the whole chain in one pass); repeat to compare "
-        "modes (default: parallel for a P-EAGLE draft, otherwise chain)", repeatable=True
+        "chain, tree (EAGLE-2's draft tree, or the most likely prefixes, for P-EAGLE), or parallel (P-EAGLE: the "
+        "whole chain in one pass); repeat to compare modes (default: parallel for a P-EAGLE draft, otherwise chain)",
+        repeatable=True,
     )  # fmt: skip
     depth: list[int | str] = opt(
         "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "
@@ -53,8 +54,8 @@ class EvalOptions(DecodeOptions):
         repeatable=True, minimum=2, maximum=MOST_NODES, word=AUTO,
     )  # fmt: skip
     tree_width: list[int] = opt(
-        "maximum number of children of a tree node; repeat to compare widths (default: 10)", repeatable=True,
-        minimum=1, maximum=64,
+        "maximum number of children of a tree node; repeat to compare widths (default: 10); trees of drafts that draft "
+        "in one pass, as P-EAGLE, have no width", repeatable=True, minimum=1, maximum=64,
     )  # fmt: skip
     prompts: list[str] = opt(
         "files, globs or hub ids of the prompts to decode, or mt_bench, gsm8k, humaneval, math500, alpaca, sum, qa, "

@@ -1,11 +1,13 @@
 """Draft trees between the passes of a round: growth, slots of nodes, and acceptance.
 
-Each operation has a definition in plain torch. All but `fresh_rows` also have one Triton kernel, with the same results,
-bit by bit. Nothing waits for the device.
+Each operation has a definition in plain torch, or in Python (`likeliest_prefixes`). All but `fresh_rows` also have one
+Triton kernel, with the same results, bit by bit. On a GPU, nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from dataclasses import dataclass
 
 import torch
@@ -149,6 +151,65 @@ def _own_bits(found: Candidates, level: int) -> Tensor:
     node_w = torch.arange(level * found.width, (level + 1) * found.width, device=found.place_BX.device)
     word_J = torch.arange(found.seen_BXJ.shape[2], device=node_w.device)
     return (node_w[:, None] // 64 == word_J).long() << node_w[:, None] % 64
+
+
+def likeliest_prefixes(
+    logp_BKw: Tensor, token_BKw: Tensor, nodes: int, root_B: Tensor, ids_W: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The trees of the roots (target ids, int64) and the `nodes` - 1 likeliest prefixes of drafts whose K tokens are
+    drawn independently (DDTree, Ringel & Romano 2026, arXiv:2604.12989), or of all prefixes if these are fewer.
+
+    `logp_BKw` (float32) and `token_BKw` (int64) are the log-probabilities, in descending order, and the draft ids of
+    the w likeliest tokens of each level: w = `nodes` - 1, or all W tokens of the draft's vocabulary if fewer. `ids_W`
+    (int64) are the target's ids of the draft's tokens.
+
+    The score of a prefix is the sum of its tokens' log-probabilities, in float64; NaN counts as -inf. No prefix has a
+    higher score than its parent or than its sibling of the rank before. The likeliest prefix that is not in the tree is
+    therefore the next child of a node of the tree, and a heap of the nodes' next children gives all prefixes in
+    descending order of scores. Of children with equal scores, the child of the node found first is the first.
+
+    Returns the N nodes' target ids and parents (-1 for the root's), int64 [B, N] each, in the order in which the nodes
+    are found. The definition copies the log-probabilities to the host.
+    """
+    N = most_prefixes(nodes, *logp_BKw.shape[1:])
+    if use_triton(logp_BKw):
+        from fledge.ops.trees_triton import likeliest_prefixes_triton
+
+        return likeliest_prefixes_triton(logp_BKw, token_BKw, N, root_B, ids_W)
+    known = logp_BKw.masked_fill(logp_BKw.isnan(), -math.inf).tolist()
+    searched = [_best_first_search(logp_Kw, N) for logp_Kw in known]
+    found_B2n = torch.tensor(searched, dtype=torch.int64, device=root_B.device).view(len(known), 2, N - 1)
+    parent_Bn, place_Bn = found_B2n.unbind(1)
+    token_BN = torch.cat([root_B[:, None], ids_W[token_BKw.flatten(1).gather(1, place_Bn)]], dim=1)
+    return token_BN, F.pad(parent_Bn, (1, 0), value=-1)
+
+
+def most_prefixes(nodes: int, levels: int, width: int) -> int:
+    """The nodes of a tree of all prefixes of `levels` tokens out of `width`, the root included, but at most `nodes`."""
+    return min(nodes, sum(width**k for k in range(levels + 1)))
+
+
+def _best_first_search(logp_Kw: list[list[float]], N: int) -> tuple[list[int], list[int]]:
+    """The parents of the nodes of `likeliest_prefixes` below the root, and their tokens' places in the flat table of K
+    levels of w tokens."""
+    K, w = len(logp_Kw), len(logp_Kw[0])
+    scores, levels, children = [0.0], [0], [0]  # of each node: its score, its level, and its children in the tree
+    heap = [(-logp_Kw[0][0], 0)]  # of each node's next child: its score, negative, and the node
+    parents, places = [], []
+    for node in range(1, N):
+        negative, parent = heapq.heappop(heap)
+        level, rank = levels[parent], children[parent]
+        parents.append(parent)
+        places.append(level * w + rank)
+        scores.append(-negative)
+        levels.append(level + 1)
+        children.append(0)
+        children[parent] += 1
+        if rank + 1 < w:
+            heapq.heappush(heap, (-(scores[parent] + logp_Kw[level][rank + 1]), parent))
+        if level + 1 < K:
+            heapq.heappush(heap, (-(scores[node] + logp_Kw[level + 1][0]), node))
+    return parents, places
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Dynamic trees grow without sorting. The rank of a node within a level is the number of better nodes, and the rank is the
 node's place in the next front. The lowest score of the best nodes is found bit by bit, and prefix sums give the nodes'
-indices in the tree.
+indices in the tree. The heap of `likeliest_prefixes` is an array in registers, in which the largest number is found.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PAIRS = 16384  # nodes that are compared at a time
 PLACED = 16  # nodes of a program of `place_trees`
 LOWEST = tl.constexpr(-(2**31))  # less than every score as an ordered integer
+LEAST, NO_CHILD = tl.constexpr(-1e300), tl.constexpr(float("-inf"))  # scores of a prefix of probability 0, and of none
 
 
 @triton.jit
@@ -149,6 +150,61 @@ def best_nodes_triton(
             **dependent_launch(root_B.device),
         )  # fmt: skip
     return token, parent, slot
+
+
+@triton.jit
+def _child_score(score, logp_ptr, exists):
+    """The score of a child, at least LEAST, of a node with `score`; NO_CHILD unless it exists."""
+    logp = tl.load(logp_ptr, mask=exists, other=0.0).to(tl.float64)
+    logp = tl.where(logp == logp, logp, float("-inf"))
+    return tl.where(exists, tl.maximum(score + logp, LEAST), NO_CHILD)
+
+
+@triton.jit(do_not_specialize=["K", "w", "N"])
+def _likeliest_prefixes(
+    logp_ptr, token_ptr, root_ptr, ids_ptr, tree_ptr, parent_ptr, K, w, N, BN: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """The best of the nodes' next children is the next node. `score` are the scores of the nodes, `places` the places
+    of their tokens in the table of K levels of w tokens, `child` the places of the tokens of their next children, and
+    `child_score` the scores of these."""
+    wait_for_previous(DEPENDENT)
+    b, n = tl.program_id(0).to(tl.int64), tl.arange(0, BN)
+    logp_ptr += b * K * w
+    score, places, child = tl.zeros([BN], tl.float64), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
+    parents = tl.full([BN], -1, tl.int32)
+    child_score = tl.where(n == 0, _child_score(score, logp_ptr + child, n == 0), NO_CHILD)
+    for node in range(1, N):
+        best = tl.max(child_score, 0)
+        parent = tl.min(tl.where(child_score == best, n, BN), 0)
+        place = tl.sum(tl.where(n == parent, child, 0), 0)
+        above = tl.sum(tl.where(n == parent, score, 0.0), 0)
+        sibling, below = place + 1, (place // w + 1) * w
+        sibling_score = _child_score(above, logp_ptr + sibling, sibling % w != 0)
+        below_score = _child_score(best, logp_ptr + below, below < K * w)
+        child = tl.where(n == parent, sibling, tl.where(n == node, below, child))
+        child_score = tl.where(n == parent, sibling_score, tl.where(n == node, below_score, child_score))
+        score = tl.where(n == node, best, score)
+        places = tl.where(n == node, place, places)
+        parents = tl.where(n == node, parent, parents)
+    drafted = tl.load(token_ptr + b * K * w + places, mask=(n > 0) & (n < N), other=0)
+    token = tl.load(ids_ptr + drafted, mask=(n > 0) & (n < N), other=0)
+    token = tl.where(n == 0, tl.load(root_ptr + b), token)
+    tl.store(tree_ptr + b * N + n, token, mask=n < N)
+    tl.store(parent_ptr + b * N + n, parents.to(tl.int64), mask=n < N)
+
+
+def likeliest_prefixes_triton(
+    logp_BKw: Tensor, token_BKw: Tensor, N: int, root_B: Tensor, ids_W: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`likeliest_prefixes` in one kernel, as trees of N nodes."""
+    B, K, w = logp_BKw.shape
+    token, parent = torch.empty(2, B, N, dtype=torch.int64, device=root_B.device)
+    if B:
+        _likeliest_prefixes[(B,)](
+            logp_BKw.contiguous(), token_BKw.contiguous(), root_B.contiguous(), ids_W, token, parent, K, w, N,
+            BN=max(triton.next_power_of_2(N), 2), num_warps=1 if N <= 128 else 4, **dependent_launch(root_B.device),
+        )  # fmt: skip
+    return token, parent
 
 
 @triton.jit(do_not_specialize=["N", "levels", "sp"])
