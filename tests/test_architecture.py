@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 179,
-    "lines": 29_446,
-    "statements": 22_410,
-    "lines behind fledge train": 22_313,
-    "lines behind fledge generate": 12_885,
+    "lines": 29_444,
+    "statements": 22_408,
+    "lines behind fledge train": 22_311,
+    "lines behind fledge generate": 12_883,
     "lines behind the training loop": 5_164,
-    "lines behind the engine": 9_407,
+    "lines behind the engine": 9_405,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

@@ -44,15 +44,13 @@ def children(B: int, M: int, w: int, kind: str, seed: int) -> tuple[Tensor, Tens
     return logp.sort(-1, descending=True).values.to(DEVICE), token.to(DEVICE)
 
 
-def grow(
-    B: int, levels: int, w: int, nodes: int, kind: str, shared: bool, impl: str, device: torch.device = DEVICE
-) -> list[Tensor]:
+def grow(B: int, levels: int, w: int, nodes: int, kind: str, impl: str, device: torch.device = DEVICE) -> list[Tensor]:
     """All that the functions make of a tree."""
     ids_W = torch.arange(VOCABULARY, device=device) * 3 + 1
     found, made = Candidates.empty(B, levels, w, device), []
     with computed_by(impl):
         for level in range(levels):
-            logp, token = children(B, w if level and not shared else 1, w, kind, seed=level)
+            logp, token = children(B, w if level else 1, w, kind, seed=level)
             front = add_level(found, level, logp.to(device), token.to(device), ids_W)
             assert (front is None) == (level + 1 == levels)
             made += front or ()
@@ -61,12 +59,11 @@ def grow(
     return [*made, *(x for x in (getattr(found, f.name) for f in fields(found)) if isinstance(x, Tensor))]
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["random", "ties", "nan"])
 @pytest.mark.parametrize(("B", "levels", "w", "nodes"), SIZES)
-def test_the_kernels(B: int, levels: int, w: int, nodes: int, kind: str, shared: bool) -> None:
-    ours = grow(B, levels, w, nodes, kind, shared, "triton")
-    exact = grow(B, levels, w, nodes, kind, shared, "definition", torch.device("cpu"))
+def test_the_kernels(B: int, levels: int, w: int, nodes: int, kind: str) -> None:
+    ours = grow(B, levels, w, nodes, kind, "triton")
+    exact = grow(B, levels, w, nodes, kind, "definition", torch.device("cpu"))
     for a, b in zip(ours, exact, strict=True):
         assert a.is_contiguous()
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0, equal_nan=True)
@@ -98,9 +95,7 @@ def test_one_nan_is_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_search_finds_the_same(kind: str, impl: str) -> None:
     """Trees of Python lists: the order among equal scores, parents before children, who sees whom, and the slots."""
     for levels, w, nodes in ((1, 4, 3), (3, 3, 8), (5, 2, 100), (4, 5, 40), (18, 4, 30)):
-        *fronts, token_BN, parent_BN, slot_BN, score_BP, _, place_BX, seen_BXJ = grow(
-            2, levels, w, nodes, kind, False, impl
-        )
+        *fronts, token_BN, parent_BN, slot_BN, score_BP, _, place_BX, seen_BXJ = grow(2, levels, w, nodes, kind, impl)
         for b in range(2):
             scored: list[tuple[float, int, int]] = []  # score, draft id, place of the parent
             expanded, last = [], [-1]
@@ -139,9 +134,9 @@ def test_many_candidates() -> None:
     for levels, w in ((9, MOST_WIDTH), (2, MOST_WIDTH + 1)):
         P = Candidates.empty(1, levels, w, DEVICE).score_BP.shape[1]
         assert P > MOST_CANDIDATES or w > MOST_WIDTH
-        ours, exact = (grow(1, levels, w, 40, "ties", False, impl) for impl in ("triton", "definition"))
+        ours, exact = (grow(1, levels, w, 40, "ties", impl) for impl in ("triton", "definition"))
         assert all(torch.equal(a, b) for a, b in zip(ours, exact, strict=True))
-    assert [x.shape[0] for x in grow(0, 3, 4, 9, "random", False, "triton")] == [0] * 11
+    assert [x.shape[0] for x in grow(0, 3, 4, 9, "random", "triton")] == [0] * 11
 
 
 @pytest.mark.parametrize("seed", range(5))

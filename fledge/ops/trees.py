@@ -77,8 +77,8 @@ def add_level(
     be expanded next.
 
     `logp_BMw` (float32) and `token_BMw` (int64) are the log-probabilities and draft ids of the w likeliest children of
-    the nodes expanded last: of each node in order (M = w, or 1 for the root), or the same for all nodes (M = 1).
-    `ids_W` (int64) are the target's ids of the draft's tokens.
+    each of the M nodes expanded last, in order: w nodes, or the root. `ids_W` (int64) are the target's ids of the
+    draft's tokens.
 
     Fills in the level's scores and tokens, and the places and the visibility of the chosen nodes. Returns the target's
     ids of the chosen nodes, and the rows of their parents among the last pass's rows of all requests, int64 [B, w]
@@ -88,11 +88,10 @@ def add_level(
         from fledge.ops.trees_triton import add_level_triton
 
         return add_level_triton(found, level, logp_BMw, token_BMw, ids_W)
-    score_BFw = cumulative_scores(found, level, logp_BMw)
-    (B, front, w), begin = score_BFw.shape, found.begin(level)
-    score_Bn, token_Bn = score_BFw.flatten(1), token_BMw.expand_as(score_BFw).flatten(1)
-    found.score_BP[:, begin : begin + front * w] = score_Bn
-    found.token_BP[:, begin : begin + front * w] = token_Bn
+    (B, M, w), begin = logp_BMw.shape, found.begin(level)
+    score_Bn, token_Bn = cumulative_scores(found, level, logp_BMw).flatten(1), token_BMw.flatten(1)
+    found.score_BP[:, begin : begin + M * w] = score_Bn
+    found.token_BP[:, begin : begin + M * w] = token_Bn
     if level + 1 == found.levels:
         return None
     best_Bw = _best_first(score_Bn)[:, :w]
@@ -102,7 +101,7 @@ def add_level(
     if level:
         seen_BwJ = found.seen(level - 1)
         found.seen(level).bitwise_or_(seen_BwJ.gather(1, above_Bw[..., None].expand_as(seen_BwJ)))
-    first_B1 = torch.arange(0, B * front, front, device=above_Bw.device)[:, None]
+    first_B1 = torch.arange(0, B * M, M, device=above_Bw.device)[:, None]
     return ids_W[token_Bn.gather(1, best_Bw)], first_B1 + above_Bw
 
 
@@ -140,7 +139,7 @@ def _best_first(score_Bn: Tensor) -> Tensor:
 
 
 def cumulative_scores(found: Candidates, level: int, logp_BMw: Tensor) -> Tensor:
-    """The scores of the children of F nodes, [B, F, w]: a parent's score plus the child's log-probability."""
+    """The scores of the children of M nodes, [B, M, w]: a parent's score plus the child's log-probability."""
     if not level:
         return logp_BMw
     return found.score_BP.gather(1, found.place(level - 1))[..., None] + logp_BMw

@@ -28,40 +28,39 @@ LEAST, NO_CHILD = tl.constexpr(-1e300), tl.constexpr(float("-inf"))  # scores of
 
 
 @triton.jit
-def _scores(i, n, logp_ptr, score_ptr, parent_ptr, M, WIDTH: tl.constexpr, ROOT: tl.constexpr):
+def _scores(i, n, logp_ptr, score_ptr, parent_ptr, WIDTH: tl.constexpr, ROOT: tl.constexpr):
     """The scores of the children i of the nodes that were expanded last."""
-    f = i // WIDTH
-    score = tl.load(logp_ptr + tl.minimum(f, M - 1) * WIDTH + i % WIDTH, mask=i < n, other=0.0)
+    score = tl.load(logp_ptr + i, mask=i < n, other=0.0)
     if not ROOT:
-        parent = tl.load(parent_ptr + f, mask=i < n, other=0)
+        parent = tl.load(parent_ptr + i // WIDTH, mask=i < n, other=0)
         score = tl.load(score_ptr + parent, mask=i < n, other=0.0) + score
     return score
 
 
-@triton.jit(do_not_specialize=["M", "n", "P", "X", "expanded"])
+@triton.jit(do_not_specialize=["n", "P", "X", "expanded"])
 def _add_level(
-    logp_ptr, child_ptr, ids_ptr, score_ptr, token_ptr, place_ptr, seen_ptr, front_ptr, row_ptr, M, n, P, X, expanded,
+    logp_ptr, child_ptr, ids_ptr, score_ptr, token_ptr, place_ptr, seen_ptr, front_ptr, row_ptr, n, P, X, expanded,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, WORDS: tl.constexpr,
     ROOT: tl.constexpr, LAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Scores `n` children of the ROOT, or of the last WIDTH of `expanded` expanded nodes, and chooses the front."""
     wait_for_previous(DEPENDENT)
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    logp_ptr += b * M * WIDTH
+    logp_ptr += b * n
     score_ptr += b * P
     place_ptr += b * X
     seen_ptr += b * X * WORDS
     f, parents = i // WIDTH, expanded - WIDTH
     begin = WIDTH * (1 + parents) if not ROOT else 0
-    score = _scores(i, n, logp_ptr, score_ptr, place_ptr + parents, M, WIDTH, ROOT)
-    child = tl.load(child_ptr + b * M * WIDTH + tl.minimum(f, M - 1) * WIDTH + i % WIDTH, mask=i < n, other=0)
+    score = _scores(i, n, logp_ptr, score_ptr, place_ptr + parents, WIDTH, ROOT)
+    child = tl.load(child_ptr + b * n + i, mask=i < n, other=0)
     tl.store(score_ptr + begin + i, score, mask=i < n)
     tl.store(token_ptr + b * P + begin + i, child, mask=i < n)
     if not LAST:
         key, rank = keys_of(score, i), tl.zeros([BLOCK], tl.int32)
         for at in range(0, n, AT_ONCE):
             j = at + tl.arange(0, AT_ONCE)
-            other = keys_of(_scores(j, n, logp_ptr, score_ptr, place_ptr + parents, M, WIDTH, ROOT), j)
+            other = keys_of(_scores(j, n, logp_ptr, score_ptr, place_ptr + parents, WIDTH, ROOT), j)
             rank += tl.sum(((other[None, :] > key[:, None]) & (j < n)[None, :]).to(tl.int32), 1)
         chosen = (i < n) & (rank < WIDTH)
         node = expanded + rank
@@ -80,13 +79,13 @@ def add_level_triton(
 ) -> tuple[Tensor, Tensor] | None:
     """`add_level` in one kernel."""
     (B, M, w), (_, P), (_, X, J) = logp_BMw.shape, found.score_BP.shape, found.seen_BXJ.shape
-    n, last = w * w if level else w, level + 1 == found.levels
+    n, last = M * w, level + 1 == found.levels
     front, row = (found.token_BP.new_empty(B, 0 if last else w) for _ in range(2))
     block = triton.next_power_of_2(n)
     if B:
         _add_level[(B,)](
             logp_BMw.contiguous(), token_BMw.contiguous(), ids_W, found.score_BP, found.token_BP, found.place_BX,
-            found.seen_BXJ, front, row, M, n, P, X, level * w,
+            found.seen_BXJ, front, row, n, P, X, level * w,
             WIDTH=w, BLOCK=block, AT_ONCE=min(block, PAIRS // block), WORDS=J, ROOT=not level, LAST=last,
             num_warps=8 if block > 64 else 4, **dependent_launch(front.device),
         )  # fmt: skip
