@@ -8,7 +8,8 @@ Each time is of one of 32 calls in a CUDA graph, which read 32 different pools o
 `bytes` counts what a call has to move: for attention the keys, values, queries and results. `move_us` is the time in
 which this GPU copies as many (read and written) bytes of a large tensor. B is the number of sequences, S that of new
 rows of each, and M = B S. The new rows are a chain ("attention") or a random tree ("tree"), whose mask is packed once a
-pass ("mask"). "level" and "best" are the growth of dynamic trees that are LIKELIEST wide and LEVELS deep, "fresh" the
+pass ("mask"). "level" and "best" are the growth of dynamic trees that are LIKELIEST wide and LEVELS deep, "ranked" and
+"prefixes" that of trees of one pass, of the S - 1 likeliest tokens of LEVELS levels, "fresh" the
 rows of the draft's first pass, "place" and "accept" where S nodes of trees go and which are accepted. On a CPU, the
 definitions run, without a graph. "expert" is the mixture of a --shape that has one; its calls read the weights of
 CALLS / 4 layers.
@@ -43,7 +44,15 @@ from fledge.ops.layer import add_rms_norm, rope_to_cache, silu_mul_fused
 from fledge.ops.products import norm_linear
 from fledge.ops.sampling import TOKEN, filter_top, gumbel_argmax, hash_keys
 from fledge.ops.topk import likeliest
-from fledge.ops.trees import Candidates, accept_own, add_level, best_nodes, fresh_rows, place_trees
+from fledge.ops.trees import (
+    Candidates,
+    accept_own,
+    add_level,
+    best_nodes,
+    fresh_rows,
+    likeliest_prefixes,
+    place_trees,
+)
 from fledge.types import Sampling, Tree
 
 CALLS = 32
@@ -78,7 +87,8 @@ def main() -> None:
     cases += [(mask_calls, B, S, None) for B, S in TREES]
     rows = norm_calls, rope_calls, activation_calls, likeliest_calls, draw_calls, filter_calls, peaked_calls, sort_calls
     cases += [(make, 1, M, None) for make in rows for M in ROWS]
-    cases += [(make, B, S, None) for make in (level_calls, best_calls, place_calls, accept_calls) for B, S in TREES]
+    of_trees = level_calls, best_calls, ranked_calls, prefixes_calls, place_calls, accept_calls
+    cases += [(make, B, S, None) for make in of_trees for B, S in TREES]
     cases += [(fresh_calls, B, LEVELS, None) for B in (1, 8)]
     cases += [(expert_calls, 1, M, None) for M in ROWS if options.shape in MIXTURES]
     shape = SHAPES[options.shape] | MIXTURES.get(options.shape, {})
@@ -341,6 +351,22 @@ def best_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
         found, *_ = candidates(B)
         calls.append(lambda found=found: best_nodes(found, S, root, ids))
     return calls, B * (4 * found.score_BP.shape[1] + 8 * found.place_BX.shape[1] + 5 * 8 * S)
+
+
+def ranked_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The S - 1 likeliest tokens of each of LEVELS levels, as a tree of one pass takes."""
+    M, W = B * LEVELS, shape["draft_vocab_size"]
+    calls = [lambda x=torch.randn(M, W): likeliest(x, S - 1) for _ in range(CALLS)]
+    return calls, M * (2 * W + 12 * (S - 1))
+
+
+def prefixes_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
+    """The S - 1 likeliest prefixes of LEVELS levels make the tree."""
+    calls, root, ids = [], torch.zeros(B, dtype=torch.int64), torch.arange(shape["draft_vocab_size"])
+    for _ in range(CALLS):
+        found = likeliest(4 * torch.randn(B, LEVELS, len(ids)), S - 1)
+        calls.append(lambda found=found: likeliest_prefixes(*found, S, root, ids))
+    return calls, B * (12 * LEVELS * (S - 1) + 8 * 3 * S)
 
 
 def place_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
