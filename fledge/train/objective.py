@@ -23,10 +23,11 @@ from fledge.types import Features, Packed
 class RowSums:
     """The loss and metrics of one row as sums, so that rows and ranks can be added before any division.
 
-    `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar. The [K] tensors hold one value per TTT step: the numbers of live
-    slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots hit at this and all earlier steps, and
-    the sum of the acceptance rates α (float32). simulated is (tokens committed, rounds) of a decoding simulated on the
-    row, as if its text were the target's output.
+    `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar. The [K] tensors hold one value per TTT step: the numbers of
+    trained slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots hit at this and all earlier
+    steps, and the sum of the acceptance rates α (float32). supervised is the number of slots that are live at step 0,
+    trained or not. simulated is (tokens committed, rounds) of a decoding simulated on the row, as if its text were the
+    target's output.
     """
 
     loss: Tensor
@@ -35,6 +36,7 @@ class RowSums:
     hit_K: Tensor
     survive_K: Tensor
     accept_K: Tensor
+    supervised: int
     simulated: tuple[int, int]
 
     def __add__(self, other: RowSums) -> RowSums:
@@ -45,6 +47,7 @@ class RowSums:
             self.hit_K + other.hit_K,
             self.survive_K + other.survive_K,
             self.accept_K + other.accept_K,
+            self.supervised + other.supervised,
             simulated=(self.simulated[0] + other.simulated[0], self.simulated[1] + other.simulated[1]),
         )
 
@@ -52,21 +55,21 @@ class RowSums:
     def zero(cls, steps: int) -> RowSums:
         """The sums of no row, for `steps` TTT steps."""
         live, scored, hit, survive = (torch.zeros(steps, dtype=torch.int64) for _ in range(4))
-        return cls(torch.zeros(()), live, scored, hit, survive, torch.zeros(steps), (0, 0))
+        return cls(torch.zeros(()), live, scored, hit, survive, torch.zeros(steps), 0, (0, 0))
 
     def packed(self) -> Tensor:
         """All sums as one float64 vector in host memory, in which numbers up to 2^53 are exact."""
         counts = (self.live_K, self.scored_K, self.hit_K, self.survive_K, self.accept_K)
         parts = [self.loss.detach().cpu().double()[None], *(c.double() for c in counts)]
-        return torch.cat([*parts, torch.tensor(self.simulated, dtype=torch.float64)])
+        return torch.cat([*parts, torch.tensor([self.supervised, *self.simulated], dtype=torch.float64)])
 
     @classmethod
     def unpacked(cls, vector: Tensor) -> RowSums:
         """The sums in a vector made by `packed`."""
-        *counts, accept = vector[1:-2].view(5, -1)
+        *counts, accept = vector[1:-3].view(5, -1)
         live, scored, hit, survive = (c.long() for c in counts)
-        committed, rounds = (int(n) for n in vector[-2:])
-        return cls(vector[0], live, scored, hit, survive, accept, (committed, rounds))
+        supervised, committed, rounds = (int(n) for n in vector[-3:])
+        return cls(vector[0], live, scored, hit, survive, accept, supervised, (committed, rounds))
 
 
 def ttt(
@@ -94,7 +97,7 @@ def ttt_queued(
         _train_chunk(steps.chunk(slots), features, teacher, objective, implementation) for slots in steps.slot_chunks()
     ]
     steps.backward()
-    return RowResult(parts, steps.trained, all_live=objective.drop is None)
+    return RowResult(parts, steps.trained, supervised=steps.supervised, all_live=objective.drop is None)
 
 
 def _train_chunk(
@@ -136,10 +139,11 @@ def _regression(out_PE: Tensor, states_PD: Tensor, rows_S: Tensor, dhead_inputs:
 @dataclass(frozen=True)
 class RowResult:
     """The result of a row, on the device: `parts` are the loss and scores of each chunk, and `slots` the slots trained
-    at each step. `all_live`: no live slot was dropped."""
+    at each step. `supervised` is as in `RowSums`. `all_live`: no live slot was dropped."""
 
     parts: Sequence[tuple[Tensor, Scores]]
     slots: Sequence[Tensor]
+    supervised: int
     all_live: bool
 
     def scored_K(self) -> Tensor:
@@ -162,6 +166,7 @@ class RowResult:
             hit_K=torch.tensor([int(h.sum()) for h in hits]),
             survive_K=hit_KT.cumprod(0).sum(1),
             accept_K=sum(scores.accept_K for _, scores in self.parts).cpu(),
+            supervised=self.supervised,
             simulated=simulate_decoding(self.slots, hits) if self.all_live else (0, 0),
         )
 

@@ -133,8 +133,7 @@ class DropTokens:
         min(pool, int(live · share)). The pool is the slots live at depth d; from depth 2 on, only the live slots that
         were kept at depth d - 1.
         """
-        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
-        generator = torch.Generator().manual_seed(seed)
+        generator = _generator(key)
         documents = int(row.doc_T.max()) + 1
         kept = list(live[:1])
         for d in range(1, len(live)):
@@ -152,3 +151,23 @@ class DropTokens:
             rank = torch.arange(doc.numel()) - first[doc]
             kept.append(by_document[rank < wanted[doc]].sort().values)
         return kept
+
+
+@dataclass(frozen=True)
+class DrawAnchors:
+    """A row trains the blocks after at most `anchors` of its live slots, drawn evenly from all of them (DFlash, section
+    4)."""
+
+    anchors: int
+
+    def keep(self, row: Packed, live: Sequence[Tensor], key: str = "") -> list[Tensor]:
+        """The slots trained at each step, as `DropTokens.keep`: the live ones among the drawn slots."""
+        drawn = live[0][torch.randperm(live[0].numel(), generator=_generator(key))[: self.anchors]]
+        is_drawn = torch.zeros_like(row.token_T, dtype=torch.bool)
+        is_drawn[drawn] = True
+        return [slots[is_drawn[slots]] for slots in live]
+
+
+def _generator(key: str) -> torch.Generator:
+    """A generator on the CPU whose seed is a text."""
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))

@@ -18,7 +18,7 @@ from fledge.ops.attention_block import block_attention
 from fledge.ops.attention_ttt import OwnSteps, ttt_attention
 from fledge.ops.device import to_device
 from fledge.ops.training import GradientSums, SharedProducts, padded_rows, take_rows
-from fledge.train.plan import DropTokens, chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
+from fledge.train.plan import DrawAnchors, DropTokens, chunk_slots, key_range, plan_steps, step_inputs, teacher_rows
 from fledge.types import Features, Packed
 
 
@@ -61,7 +61,7 @@ class Objective:
     loss: str = "ce"
     keep_out_of_vocab: bool = False
     feature_noise: float = 0.0
-    drop: DropTokens | None = None
+    drop: DropTokens | DrawAnchors | None = None
 
     def weights(self, method: Method) -> list[float]:
         """The weight of the distillation loss at each of the K steps."""
@@ -75,8 +75,8 @@ class RowPass:
     values for the whole row. The chunks' gradients for the first pass are summed, and the first pass is backpropagated
     once at the end.
 
-    `trained` are the slots trained at each step. `gradients` sums the parameters' gradients; None if gradients are
-    disabled.
+    `trained` are the slots trained at each step, of the `supervised` slots that are live at step 0. `gradients` sums
+    the parameters' gradients; None if gradients are disabled.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class RowPass:
     ):  # fmt: skip
         self.draft, self.row, self.implementation = draft, row, implementation
         live = row.live(objective.depth)
+        self.supervised = live[0].numel()
         self.trained = objective.drop.keep(row, live, key) if objective.drop else live
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
         self.gradients = GradientSums(draft.parameters(), draft.head) if learns else None

@@ -299,7 +299,7 @@ def optimizer_step(run: Run, upcoming: Iterator[tuple[Packed, Features]]) -> Ste
     progress.step += 1
     progress.seconds += seconds
     run.metrics = {"step": progress.step, **_metrics(sums, objective), "lr": lr, "grad_norm": norm, "tokens": tokens}
-    run.metrics |= {"supervised": sums.live_K[0].item(), "room": schedule.rows_per_step * run.rows.row_length}
+    run.metrics |= {"supervised": sums.supervised, "room": schedule.rows_per_step * run.rows.row_length}
     run.metrics |= {"parts": run.watch.read(), "seconds": seconds, "tokens_per_s": tokens / seconds}
     if draft.device.type == "cuda":
         run.metrics["peak_gib"] = torch.cuda.max_memory_allocated(draft.device) / 2**30
