@@ -3,6 +3,7 @@ computes, the text is the target's own, and drafts are saved, loaded and checked
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -148,18 +149,18 @@ def test_a_shorter_draft_is_the_start_of_the_trained_block(
         proposer_of(draft, depth=9)
 
 
-def other_direction(attend: Callable[..., Tensor], *args: Any, causal: bool) -> Tensor:
-    return attend(*args, causal=not causal)
+def other_direction(attend: Callable[..., Tensor], *args: Any, causal: bool, **more: Any) -> Tensor:
+    return attend(*args, causal=not causal, **more)
 
 
-def a_token_more(attend: Callable[..., Tensor], *args: Any, causal: bool) -> Tensor:
+def a_token_more(attend: Callable[..., Tensor], *args: Any, **more: Any) -> Tensor:
     *given, start, end = args
-    return attend(*given, start, (end + 1).clamp_max(given[3].shape[0]), causal=causal)
+    return attend(*given, start, (end + 1).clamp_max(given[3].shape[0]), **more)
 
 
-def other_documents(attend: Callable[..., Tensor], *args: Any, causal: bool) -> Tensor:
+def other_documents(attend: Callable[..., Tensor], *args: Any, **more: Any) -> Tensor:
     *given, start, end = args
-    return attend(*given, torch.zeros_like(start), end, causal=causal)
+    return attend(*given, torch.zeros_like(start), end, **more)
 
 
 def a_position_early(inputs: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
@@ -193,17 +194,19 @@ def test_attention_is_a_softmax_over_what_a_row_sees() -> None:
         for shape in ((N, Q, H, d), (N, Q, G, d), (N, Q, G, d), (P, G, d), (P, G, d))
     )
     end, start = torch.arange(N) + 5, (torch.arange(N) // 30) * 20
-    for causal in (False, True):
+    for causal, window in itertools.product((False, True), (None, 3, 12)):
         rows = []
         for n in range(N):
             for i in range(Q):
-                own = slice(0, i + 1 if causal else Q)
-                keys = torch.cat([context_k[start[n] : end[n]], k[n, own]]).repeat_interleave(H // G, 1)
-                values = torch.cat([context_v[start[n] : end[n]], v[n, own]]).repeat_interleave(H // G, 1)
+                own, first = slice(0, i + 1 if causal else Q), int(start[n])
+                if window is not None:
+                    first = max(first, int(end[n]) + i - window + 1)
+                keys = torch.cat([context_k[first : end[n]], k[n, own]]).repeat_interleave(H // G, 1)
+                values = torch.cat([context_v[first : end[n]], v[n, own]]).repeat_interleave(H // G, 1)
                 weights = (torch.einsum("hd,khd->hk", q[n, i], keys) / d**0.5).softmax(-1)
                 rows.append(torch.einsum("hk,khd->hd", weights, values))
         expected = torch.stack(rows).view(N, Q, H, d)
-        found = block_attention(q, k, v, context_k, context_v, start, end, causal=causal)
+        found = block_attention(q, k, v, context_k, context_v, start, end, causal=causal, window=window)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
         of = (q, k, v, context_k, context_v)

@@ -393,6 +393,7 @@ class BlockProposer(OnePass):
     def __init__(self, draft: BlockDraft, shapes: Mapping[DraftSize, Shape]):
         super().__init__(draft, shapes)
         self.trained = draft.config.provenance.depth or self.most_levels
+        self.windows = [draft.window(i) for i in range(draft.config.num_hidden_layers)]
 
     def pass_slots(self, depth: int) -> int:
         return self.draft.block_rows(self._block_depth(depth))
@@ -424,11 +425,12 @@ class BlockProposer(OnePass):
         (B,), whole = fresh.root_B.shape, self._block_depth(K)
         Q = draft.block_rows(whole)
         last_BQ = self._counts(Q).expand(B, Q) if draft.causal else fresh.root_B.new_full((B, Q), Q - 1)
-        rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not draft.causal))
+        position_BQ = cache.length_B[:, None] + self._counts(Q) if any(self.windows) else None
+        rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not draft.causal), position_BQ)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self._write(layer, k.flatten(0, 1), v.flatten(0, 1), rows.slot_M)
-            return rows.read(layer, q.flatten(0, 1)).unflatten(0, (B, Q))
+            return rows.read(layer, q.flatten(0, 1), window=self.windows[layer]).unflatten(0, (B, Q))
 
         head_input_BKE = draft.block(fresh.root_B, cache.length_B, whole, attend)[:, :K]
         logits_BKW = draft.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))

@@ -26,6 +26,11 @@ class BlockDraft(Draft):
 
     causal = False
 
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer: a row sees the context tokens that are fewer than this many places before it.
+        At least as many as a block's rows, which a window does not hide. None: no window."""
+        return None
+
     def block_rows(self, K: int) -> int:
         """The number Q of rows of a block that drafts K tokens."""
         return K

@@ -12,13 +12,14 @@ BLOCKS = 64  # blocks per iteration; bounds the memory of the attention scores
 
 def block_attention(
     q_NQHd: Tensor, k_NQGd: Tensor, v_NQGd: Tensor, context_k_PGd: Tensor, context_v_PGd: Tensor, start_N: Tensor,
-    end_N: Tensor, *, causal: bool,
+    end_N: Tensor, *, causal: bool, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The attention of the Q rows of each of N blocks, [N, Q, H, d], with gradients.
 
     Block n sees the context tokens [`start_N[n]`, `end_N[n]`) (int64, ascending) of P, and its own rows: all, or with
-    `causal` those up to the row itself. H / G consecutive query heads share a key head. The scale is d^-1/2, and the
-    softmax is in at least float32.
+    `causal` those up to the row itself. With a `window` of at least Q tokens, row q of a block, whose place is
+    `end_N[n] + q`, sees only context tokens that are fewer than `window` places before it. H / G consecutive query
+    heads share a key head. The scale is d^-1/2, and the softmax is in at least float32.
     """
     (N, Q, H, d), G = q_NQHd.shape, k_NQGd.shape[2]
     visible_QQ = torch.ones(Q, Q, dtype=torch.bool, device=q_NQHd.device)
@@ -31,10 +32,14 @@ def block_attention(
         own_k, own_v = at_least_float32(k_NQGd[part]), at_least_float32(v_NQGd[part])
         k, v = at_least_float32(context_k_PGd[first:last]), at_least_float32(context_v_PGd[first:last])
         token = torch.arange(first, last)
-        seen_nP = ((start_N[part, None] <= token) & (token < end_N[part, None])).to(q.device)
+        seen_nQP = ((start_N[part, None] <= token) & (token < end_N[part, None]))[:, None]
+        if window is not None:
+            place_nQ1 = (end_N[part, None] + torch.arange(Q))[..., None]
+            seen_nQP = seen_nQP & (place_nQ1 - token < window)
+        seen_nQP = seen_nQP.to(q.device)
         scores = torch.cat(
             [
-                torch.einsum("nqgrd,pgd->nqgrp", q, k).masked_fill(~seen_nP[:, None, None, None], float("-inf")),
+                torch.einsum("nqgrd,pgd->nqgrp", q, k).masked_fill(~seen_nQP[:, :, None, None], float("-inf")),
                 torch.einsum("nqgrd,nkgd->nqgrk", q, own_k).masked_fill(~visible_QQ[:, None, None], float("-inf")),
             ],
             dim=-1,

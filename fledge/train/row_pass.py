@@ -213,6 +213,8 @@ class EaglePass(RowPass):
 class BlockPass(RowPass):
     """A block of K tokens from every slot, in one pass (`BlockDraft`). Attention is computed in plain torch."""
 
+    draft: BlockDraft
+
     def first_pass(self, states_TAD: Tensor) -> FirstPass:
         if (asked := self.implementation.attention) not in self.draft.implementations:
             raise ValueError(f"{self.draft.family.title} has no {asked!r} attention; train the draft with --impl eager")
@@ -228,7 +230,9 @@ class BlockPass(RowPass):
         token_N, position_N, *among = to_device([token_N.long(), position_N.long() + 1, *among], draft.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return block_attention(q, k, v, *first.keys[layer], start_N, end_N, causal=draft.causal)
+            return block_attention(
+                q, k, v, *first.keys[layer], start_N, end_N, causal=draft.causal, window=draft.window(layer)
+            )
 
         block_NKE = draft.block(token_N, position_N, len(slots), attend)
         head_inputs = [block_NKE[:, k].index_select(0, at_S) for k, at_S in enumerate(among)]
