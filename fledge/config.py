@@ -172,9 +172,12 @@ class DraftConfig:
     `method` is a key of `fledge.methods.METHODS`, and `family` its entry there. `qk_norm`, `norm_before_residual`,
     `norm_before_fc`, `fc_norm` and `norm_output` are variants of EAGLE-3: EAGLE-3.1 has `fc_norm` and `norm_output`,
     the others are from speculators and SpecForge. `fc_bias` is for EAGLE-1 only. `mask_token_id` is the input token of
-    a one-pass draft at depths where the token is unknown. `aux_layers` are the ids of the target's hidden states that
-    are read, as in transformers' `hidden_states`: id i is the input of layer i, i.e. the output of layer i - 1. None
-    means the engines' default (`engine_layers`). Raises ValueError for fields that contradict each other.
+    a one-pass draft at depths where the token is unknown. `block_causal` and `windows` are for DFlash: with
+    `block_causal`, rows of a block see only the rows up to themselves; `windows` are the sliding windows of all layers
+    in tokens, None for a layer without a window, or empty if no layer has a window. `aux_layers` are the ids of the
+    target's hidden states that are read, as in transformers' `hidden_states`: id i is the input of layer i, i.e. the
+    output of layer i - 1. None means the engines' default (`engine_layers`). Raises ValueError for fields that
+    contradict each other.
     """
 
     hidden_size: int
@@ -202,6 +205,8 @@ class DraftConfig:
     norm_output: bool = False
     own_embeddings: bool = False
     mask_token_id: int | None = None
+    block_causal: bool = False
+    windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -263,6 +268,19 @@ class DraftConfig:
             )
         if on := [name for name in NORMS if name not in family.options and getattr(self, name)]:
             raise ValueError(f"{' and '.join(on)}: {family.title} has no such norm; leave it out")
+        if family.layout == "dflash" and not self.aux_layers:
+            raise ValueError(f"the config of {family.title} must list the target's layers that the draft reads")
+        if self.mlp_bias and family.layout == "dflash":
+            raise ValueError(f"mlp_bias: the MLPs of {family.title} have no biases; leave it out")
+        for name in ("block_causal", "sliding_window"):
+            value = self.windows if name == "sliding_window" else self.block_causal
+            if value and name not in family.options:
+                raise ValueError(f"{name}: {family.title} drafts no block of rows; leave it out")
+        if self.windows and len(self.windows) != self.num_hidden_layers:
+            raise ValueError(f"the config has {self.num_hidden_layers} layers, and windows of {len(self.windows)}")
+        depth = self.provenance.depth or 0
+        if narrow := next((w for w in self.windows if w is not None and w <= depth), None):
+            raise ValueError(f"a sliding window of {narrow} is narrower than a block, which has {depth + 1} rows")
         if self.aux_layers and not family.reads_layers:
             raise ValueError(f"aux_layers: {family.title} reads the target's final hidden state only; leave it out")
 

@@ -6,7 +6,8 @@ No other module compares a method's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 MOST_DEPTH, MOST_NODES = 64, 1024  # that may be drafted in a round: the tokens of a path, and the nodes of a tree
@@ -25,18 +26,22 @@ class Method:
     `borrows_head`: the logits are the target's head applied to the last layer's output, over the target's whole
     vocabulary; False: the draft has a norm and a head of its own.
     `one_pass`: one pass drafts all tokens of a round; False: one pass drafts one token. `masks`: reads a mask token in
-    place of tokens that are not known yet.
+    place of tokens that are not known yet. `taps`: the target's hidden states that a draft reads by default, from the
+    numbers of layers of the target and of the draft; None: the engines' default.
 
     Training:
-    `trained_depth`: the number of TTT steps, if the method fixes it; else None. `min_depth`: the fewest steps with
-    which the method makes sense. `gamma`: step k has weight gamma^k, if the method fixes gamma; else None.
+    `layers` and `depth`: the defaults of --layers and --depth. `trained_depth`: the number of TTT steps, if the method
+    fixes it; else None. `min_depth`: the fewest steps with which the method makes sense. `gamma`: step k has weight
+    gamma^k, if the method fixes gamma; else None, and `gamma_of` is the default of --gamma, from the depth. `anchors`:
+    the default of --anchors, the number of slots of a row that are trained; None: all live slots.
     `cross_entropy`: the weight of the distillation loss. `regression`: adds a Smooth L1 loss between the draft's output
     and the target's next hidden state. `cod_rate`: the default of --cod-rate, the share of the previous step's slots
     that a step keeps (conditional drop-token sampling). `options`: training options that other methods lack.
     `without`: options that the method does not support, with the reason.
 
     Checkpoints:
-    `architectures`: the entry in config.json, the engines' class names. `served`: other engines know the method.
+    `architectures`: the entry in config.json, the engines' class names. `layout`: the layout of config.json, "eagle" or
+    "dflash" (`io.formats`). `engines`: the method's name in the start command of each engine that knows the method.
     `notes`: how engines and trainers other than fledge treat such a draft, for messages.
     """
 
@@ -49,15 +54,21 @@ class Method:
     borrows_head: bool = False
     one_pass: bool = False
     masks: bool = False
+    taps: Callable[[int, int], tuple[int, ...]] | None = None
+    layers: int = 1
+    depth: int = 5
     trained_depth: int | None = None
     min_depth: int = 1
     gamma: float | None = None
+    gamma_of: Callable[[int], float] = lambda depth: 0.8
+    anchors: int | None = None
     cross_entropy: float = 1.0
     regression: bool = False
     cod_rate: float = 1.0
     options: tuple[str, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
-    served: bool = False
+    layout: str = "eagle"
+    engines: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -68,7 +79,7 @@ EAGLE1 = Method(
     name="eagle1",
     title="EAGLE-1",
     paper="Li et al. 2024, arXiv:2401.15077",
-    served=True,
+    engines={"vllm": "eagle", "sglang": "EAGLE"},
     architectures=("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"),  # SGLang's name, and vLLM's
     reads_layers=False,
     fuses_embedding=True,
@@ -89,7 +100,7 @@ EAGLE3 = Method(
     name="eagle3",
     title="EAGLE-3",
     paper="Li et al. 2025, arXiv:2503.01840",
-    served=True,
+    engines={"vllm": "eagle3", "sglang": "EAGLE3"},
     architectures=("LlamaForCausalLMEagle3",),
     options=(*COD, *NORMS, "gamma"),
 )
@@ -98,7 +109,7 @@ PEAGLE = Method(
     name="peagle",
     title="P-EAGLE",
     paper="Hui et al. 2026, arXiv:2602.01469",
-    served=True,
+    engines={"vllm": "eagle3"},
     architectures=("LlamaForCausalLMEagle3",),
     one_pass=True,
     masks=True,
@@ -112,7 +123,48 @@ PEAGLE = Method(
     ),
 )
 
-METHODS: dict[str, Method] = {m.name: m for m in (EAGLE1, EAGLE3, PEAGLE)}
+
+def spread_taps(target_layers: int, draft_layers: int) -> tuple[int, ...]:
+    """DFlash's default layers, as fledge's ids (`DraftConfig.aux_layers`), which are one more than those of DFlash's
+    authors: one for each of the draft's layers, spread from the output of the target's second layer to that of its
+    third last. A target with too few layers for that gives the output of every layer but its last, or as many."""
+    first, last = 1, target_layers - 3
+    if last - first < draft_layers - 1:
+        first, last = 0, max(target_layers - 2, 0)
+    if draft_layers == 1:
+        return (target_layers // 2 + 1,)
+    return tuple(sorted({round(first + i * (last - first) / (draft_layers - 1)) + 1 for i in range(draft_layers)}))
+
+
+def block_gamma(depth: int) -> float:
+    """DFlash's default weight of each token of a block, relative to the token before: e^(-1/7) for blocks of 16 rows,
+    which draft 15 tokens, e^(-1/5) for 10 and e^(-1/4) for 8 (section 4 of the paper)."""
+    return math.exp(-1 / (7 if depth >= 15 else 5 if depth >= 9 else 4))
+
+
+DFLASH = Method(
+    name="dflash",
+    title="DFlash",
+    paper="Chen et al. 2026, arXiv:2602.06036",
+    architectures=("DFlashDraftModel",),
+    layout="dflash",
+    engines={"vllm": "dflash", "sglang": "DFLASH"},
+    borrows_head=True,
+    one_pass=True,
+    masks=True,
+    taps=spread_taps,
+    layers=5,
+    depth=15,
+    gamma_of=block_gamma,
+    anchors=512,
+    options=("gamma", "anchors", "block_causal", "sliding_window"),
+    without={
+        "draft_vocab": "DFlash drafts over the target's whole vocabulary, with the target's head",
+        "train_embeddings": "DFlash reads the target's embedding",
+    },
+)
+
+METHODS: dict[str, Method] = {m.name: m for m in (EAGLE1, EAGLE3, PEAGLE, DFLASH)}
 
 
 @dataclass(frozen=True)
@@ -129,4 +181,5 @@ CHOICES: dict[str, Choice] = {
     "eagle3.1": Choice(EAGLE3, "EAGLE-3.1", switches=("fc_norm", "norm_output")),
     "peagle": Choice(PEAGLE, PEAGLE.title),
     "eagle1": Choice(EAGLE1, EAGLE1.title),
+    "dflash": Choice(DFLASH, DFLASH.title),
 }

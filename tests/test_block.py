@@ -333,7 +333,7 @@ def test_a_method_of_one_file_is_trained_checked_and_loaded(
 def test_an_unknown_method_is_named(queries: ModuleType, tmp_path: Path) -> None:
     save_draft(tiny_draft(exact_target(), method="queries"), tmp_path / "draft", torch.float32)
     del METHODS["queries"]
-    with pytest.raises(ValueError, match="method 'queries' is none of eagle1, eagle3, peagle"):
+    with pytest.raises(ValueError, match="method 'queries' is none of eagle1, eagle3, peagle, dflash"):
         load_draft(tmp_path / "draft")
 
 

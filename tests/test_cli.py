@@ -209,7 +209,7 @@ def test_p_eagle_trains_decodes_and_is_described(made, fledge, tmp_path, monkeyp
             "--gamma has no effect with P-EAGLE; use --method eagle3, or",
         ),
         (["--method", "eagle1", "--gamma", 0.8], "--gamma has no effect with EAGLE-1; use --method eagle3, or leave"),
-        (["--method", "eagle2"], "--method eagle2 is not one of eagle3, eagle3.1, peagle, eagle1"),
+        (["--method", "eagle2"], "--method eagle2 is not one of eagle3, eagle3.1, peagle, eagle1, dflash"),
         (["--method", "eagle1", "--draft-vocab", 100], "over the target's whole vocabulary; leave --draft-vocab out"),
         (["--method", "eagle1", "--train-embeddings"], "leave --train-embeddings out"),
         (["--feature-noise", 0.5, "--init-from"], "--feature-noise has no effect with EAGLE-3; use --method eagle1"),

@@ -18,6 +18,7 @@ LLAMA3 = RopeConfig("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=
                     original_max_position_embeddings=64)  # fmt: skip
 LINEAR = RopeConfig("linear", factor=2.0)
 ONE_PASS = dict(method="peagle", mask_token_id=7)
+BLOCK = dict(method="dflash", mask_token_id=7, draft_vocab_size=V, aux_layers=(2, 4, 5))
 EAGLE1 = dict(method="eagle1", num_aux_hidden_states=0, draft_vocab_size=V)
 EAGLE31 = dict(fc_norm=True, norm_output=True)
 OWN = dict(own_embeddings=True)
@@ -48,6 +49,11 @@ CASES = {
     "EAGLE-3.1": (EAGLE31, "safeailab"),
     "P-EAGLE": (ONE_PASS, "sglang safeailab"),
     "P-EAGLE with 3.1's norms": (ONE_PASS | EAGLE31, "sglang safeailab speculators"),
+    "DFlash": (BLOCK, "safeailab speculators"),
+    "DFlash, causal, windows, biases": (
+        BLOCK | dict(block_causal=True, windows=(8,), attention_bias=True), "safeailab speculators"
+    ),
+    "DFlash, last layer": (BLOCK | dict(aux_layers=(2, 5, 8), provenance=DEEP), "sglang safeailab speculators"),
     "EAGLE-1": (EAGLE1, "speculators"),
     "EAGLE-1, two deep": (EAGLE1 | dict(num_hidden_layers=2), "speculators"),
     "EAGLE-1, biases": (EAGLE1 | dict(attention_bias=True), "safeailab speculators"),
@@ -68,7 +74,7 @@ def test_engines_support_what_they_compute_as_trained(case, engine):
 def test_each_limit_is_tried():
     """Some case above, or a draft of a method that engines do not know, has each limit."""
     with registered():
-        register(replace(EAGLE3, name="unknown", served=False), EagleDraft)
+        register(replace(EAGLE3, name="unknown", engines={}), EagleDraft)
         drafts = [config(method="unknown"), *(config(**changes) for changes, _ in CASES.values())]
         tried = {i for draft in drafts for i, limit in enumerate(LIMITS) if limit.applies(draft)}
     assert tried == set(range(len(LIMITS)))

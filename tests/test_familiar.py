@@ -134,7 +134,7 @@ def complete(shell: str, line: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("fledge train --method ", ["eagle3", "eagle3.1", "peagle", "eagle1"]),
+        ("fledge train --method ", ["eagle3", "eagle3.1", "peagle", "eagle1", "dflash"]),
         ("fledge train --report-to t", ["tensorboard"]),
         ("fledge eval --draft-mode ", ["chain", "tree", "parallel"]),
         ("fledge serve --engine s", ["sglang"]),

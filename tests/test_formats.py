@@ -401,6 +401,7 @@ def test_each_engines_numbering(tmp_path):
     """vLLM counts the layers that have run, SGLang names the layer whose output is read."""
     assert {name: to_engine((2, 4), name) for name in OFFSETS} == {
         "vllm": [2, 4], "speculators": [2, 4], "safeailab": [2, 4], "sglang": [1, 3], "deepspec": [1, 3],
+        "dflash": [1, 3],
     }  # fmt: skip
     assert all(from_engine(to_engine((0, 5), name), name) == [0, 5] for name in OFFSETS)
     written(tmp_path / "d", FLAT | dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}), {})

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
-from fledge.decode.propose import Proposer
+from fledge.decode.propose import BlockProposer, Proposer
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.ops import attention_ttt
@@ -35,8 +35,8 @@ from fledge.train.row_pass import Implementation, Objective, row_pass
 from fledge.types import Packed, Tree
 from support.mutations import AlteredDraft, replace_function
 from support.rows import document, layouts, live_by_definition, row_of
-from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, features_for, tiny_draft, tiny_target
-from support.trees import propose_one, proposer_of
+from support.targets import BOTH_IMPLEMENTATIONS, DFLASH, P_EAGLE, features_for, tiny_draft, tiny_target
+from support.trees import propose_one, proposer_of, state_of
 
 STEPS = 5
 TOLERANCE = 1e-4
@@ -132,6 +132,8 @@ def decoding_values(
     n = tokens.numel()
     aux, target_logits = run_target(draft, target, tokens, pieces)
     proposer = proposer_of(draft, depth=steps)
+    if isinstance(proposer, BlockProposer):
+        return _block_values(proposer, tokens, aux, target_logits, stride, first)
     proposer.decoder = scripted = ScriptedDecoder(draft)
     scripted.proposer = proposer
     out, begin = {}, 0
@@ -143,6 +145,26 @@ def decoding_values(
         begin = slot + 1
         for k in range(min(steps, n - 1 - slot)):
             out[slot, k] = (scripted.outs[k][0], scripted.said[k][0], target_logits[slot + 1 + k])
+    return out
+
+
+def _block_values(
+    proposer: BlockProposer, tokens: Tensor, aux: Tensor, target_logits: Tensor, stride: int, first: int
+) -> dict[tuple[int, int], tuple[Tensor, ...]]:
+    """`decoding_values` of a draft of blocks, which chooses no token before it has all logits."""
+    n, said, out, begin = tokens.numel(), [], {}, 0
+
+    def remembered(block: Any, *given: Any) -> Tensor:
+        said.append(block(*given))
+        return said[-1]
+
+    proposer.draft = AlteredDraft(proposer.draft, block=remembered)
+    proposer.append(proposer.new_cache([256]))
+    for slot in range(first, n - 1, stride):
+        _, logits = proposer.begin(state_of(tokens[begin + 1 : slot + 2], aux[begin : slot + 1]))
+        begin = slot + 1
+        for k in range(min(proposer.levels, n - 1 - slot)):
+            out[slot, k] = (said[-1][0, k], logits[0, k], target_logits[slot + 1 + k])
     return out
 
 
@@ -242,6 +264,14 @@ SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
         dict(family="phi3", head_dim=16, **rope(rope_type="default", partial_rotary_factor=0.5)),
         dict(norm_before_fc=True, **P_EAGLE),
     ),
+    "dflash": ({}, DFLASH),
+    "dflash, causal": (dict(family="qwen3", attention_bias=True), DFLASH | dict(block_causal=True)),
+    "dflash, windows": (dict(family="phi3"), DFLASH | dict(windows=(7, None), attention_bias=True)),
+    "dflash, causal, one layer, windows, yarn": (
+        dict(head_dim=12, **rope(**YARN)),
+        dict(method="dflash", mask_token_id=3, block_causal=True, windows=(6,), aux_layers=(8,),
+             num_aux_hidden_states=1, head_dim=10, num_attention_heads=6, num_key_value_heads=3),
+    ),
     "all at once": (
         dict(family="qwen3", attention_bias=True, head_dim=12, **rope(**YARN)),
         dict(hidden_size=24, head_dim=6, num_attention_heads=6, num_key_value_heads=2, attention_bias=True,
@@ -259,7 +289,7 @@ def models(name: str, native: bool = False) -> tuple[TransformersTarget, Draft]:
 
 # each shape of a target, and each method, is also tested with the native implementation
 CASES = [(name, False) for name in SHAPES] + [
-    (n, True) for n in SHAPES if SHAPES[n][0] or n in ("llama", "eagle 1", "p-eagle")
+    (n, True) for n in SHAPES if SHAPES[n][0] or n in ("llama", "eagle 1", "p-eagle", "dflash")
 ]
 
 
@@ -307,6 +337,11 @@ def position_without_k(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> 
 def position_twice_k(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
     token, position = step_inputs(row, slots, k)
     return token, position + k
+
+
+def position_early(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    token, position = step_inputs(row, slots, k)
+    return token, position - 1
 
 
 def tokens_not_shifted(step_inputs: Any, row: Packed, slots: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -371,6 +406,24 @@ def masks_read_a_word(masked: Any, *compute: Any) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(token), state
 
 
+def block_sees_other_rows(attend: Any, *given: Any, causal: bool, **more: Any) -> Tensor:
+    return attend(*given, causal=not causal, **more)
+
+
+def block_sees_its_anchor(attend: Any, *given: Any, **more: Any) -> Tensor:
+    *others, start, end = given
+    return attend(*others, start, (end + 1).clamp_max(given[3].shape[0]), **more)
+
+
+def block_sees_other_documents(attend: Any, *given: Any, **more: Any) -> Tensor:
+    *others, start, end = given
+    return attend(*others, torch.zeros_like(start), end, **more)
+
+
+def block_sees_a_token_more(attend: Any, *given: Any, window: int | None, **more: Any) -> Tensor:
+    return attend(*given, window=window and window + 1, **more)
+
+
 class ForgetsOwnValues(OwnSteps):
     def append(self, pair: tuple[Tensor, Tensor]) -> None:
         super().append((pair[0], 0 * pair[1]))
@@ -390,6 +443,15 @@ REPLACED = [
     (attention_ttt, "visible", sees_other_documents, "llama"),
     (passes_module, "plan_steps", past_shrinks_with_k, "llama"),
     (passes_module, "plan_steps", masks_at_one_position, "p-eagle"),
+    (passes_module, "step_inputs", tokens_shifted_twice, "dflash"),
+    (passes_module, "step_inputs", tokens_not_shifted, "dflash"),
+    (passes_module, "step_inputs", position_early, "dflash"),
+    (passes_module, "teacher_rows", teacher_a_token_early, "dflash"),
+    (passes_module, "block_attention", block_sees_other_rows, "dflash"),
+    (passes_module, "block_attention", block_sees_other_rows, "dflash, causal"),
+    (passes_module, "block_attention", block_sees_its_anchor, "dflash"),
+    (passes_module, "block_attention", block_sees_other_documents, "dflash"),
+    (passes_module, "block_attention", block_sees_a_token_more, "dflash, windows"),
 ]
 # Mistakes in a method of the draft that training alone calls: (method, its replacement, shape of the models)
 ALTERED = [
@@ -400,7 +462,10 @@ ALTERED = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "wrong", "shape"), REPLACED, ids=[case[2].__name__ for case in REPLACED])
+NAMES = [f"{case[2].__name__}-{case[3]}" for case in REPLACED]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong", "shape"), REPLACED, ids=NAMES)
 def test_a_mistake_in_training_is_noticed(
     owner: Any, name: str, wrong: Any, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def test_paths_that_cannot_be_recipes_are_refused(tmp_path: Path, fledge) -> Non
         ("config: other.yaml", "config cannot be set in a file"),
         (
             "method: eagle2",
-            "method: eagle2 is not one of eagle3, eagle3.1, peagle, eagle1; change it or leave it out",
+            "method: eagle2 is not one of eagle3, eagle3.1, peagle, eagle1, dflash; change it or leave it out",
         ),
         ("template_kwargs: {chat_template: x}", "--template-kwargs sets chat_template"),
         ("gamma: 0.5\nmethod: peagle", "--gamma has no effect with P-EAGLE"),
@@ -201,11 +201,11 @@ def test_a_flag_replaces_related_options_of_a_file(tmp_path: Path) -> None:
     assert (options.steps, options.epochs) == (50, 1.0) and not said
     text = BASE + "method: eagle3\nlayers: 2\ndraft_vocab: 100\nfc_norm: true\ngamma: 0.9\nlr: 1e-4\n"
     options, said = merged(tmp_path, text, init_from="draft")
-    assert (options.method, options.layers, options.draft_vocab, options.fc_norm) == (None, 1, None, False)
+    assert (options.method, options.layers, options.draft_vocab, options.fc_norm) == (None, None, None, False)
     assert (options.gamma, options.lr) == (0.9, 1e-4) and len(said) == 4
     assert f"layers of {tmp_path / 'recipe.yaml'} is not used with --init-from, which keeps" in " ".join(said)
     options, said = merged(tmp_path, text, method="peagle")
-    assert (options.gamma, options.layers, len(said)) == (0.8, 2, 1) and "gamma of" in said[0]
+    assert (options.gamma, options.layers, len(said)) == (None, 2, 1) and "gamma of" in said[0]
     options, said = merged(tmp_path, BASE + "method: peagle\ncod_rate: 0.5\n", method="eagle1")
     assert options.cod_rate is None and any("cod_rate" in one and "is not used with EAGLE-1" in one for one in said)
 

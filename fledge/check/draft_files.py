@@ -17,7 +17,7 @@ from fledge.config import DraftConfig, RopeConfig
 from fledge.data.template import ChatTemplate
 from fledge.drafts.registry import NETWORKS
 from fledge.drafts.weights import CONFIG, FLOATS, complete_config, find_damage, marked_ids, meta_draft, tensor_problems
-from fledge.engines.support import PLACES, TITLES, layers_read, value_at
+from fledge.engines.support import PLACES, SERVERS, TITLES, layers_read, value_at
 from fledge.io.fields import format_value, read_json, shortened, some_of
 from fledge.io.files import read_consistent
 from fledge.io.fingerprints import template_sha256, vocabulary_sha256
@@ -38,6 +38,7 @@ MISSING = (
     "target's head in place of a missing head: acceptance falls, mostly to chance"
 )
 UNKNOWN = "vLLM refuses the file or leaves them out, and SGLang leaves them out: acceptance falls if they were trained"
+OTHER_MASK = "lets rows of a block see other rows than in training: fewer tokens are accepted"
 # fields of config.json that `DraftConfig` does not depend on, but engines do: the place in config.json, the value that
 # engines take for a missing field, and the symptom if the field differs from training
 ENGINE_FIELDS = (
@@ -47,6 +48,9 @@ ENGINE_FIELDS = (
     ("draft_vocab_size", None, "SGLang and SafeAILab's code refuse a config without it"),
     ("num_aux_hidden_states", 3, "vLLM expects so many hidden states in fc (three without the field), and fails"),
     ("eagle_config.layer_ids", None, "vLLM 0.33 then reads these hidden states of the target"),
+    ("is_causal", None, f"vLLM 0.33 and SGLang {OTHER_MASK}"),
+    ("dflash_config.causal", None, f"vLLM 0.26 {OTHER_MASK}"),
+    ("dflash_config.block_size", None, "SGLang drafts a block of this many rows"),
 )
 NOT_COMPARED = (
     "provenance", "aux_layers", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
@@ -124,7 +128,7 @@ def _read_draft(directory: Path) -> DraftOnDisk | Finding:
         hf = read_json(directory / CONFIG)
         config = config_from_hf(hf, refuse_deviations=False)
         speculators = is_speculators(hf)
-        flat = flat_config(hf) if speculators else hf
+        flat = flat_config(hf)
         odd = deviations(flat, config.family)
     except (OSError, ValueError) as e:
         return Finding("config", f"{directory / CONFIG} cannot be used: {e}", symptom, COPY)
@@ -247,18 +251,22 @@ def vocabulary_findings(draft: DraftOnDisk, record: ProbeRecord | None) -> list[
 
 
 def layer_findings(
-    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
+    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = SERVERS
 ) -> tuple[list[Finding], list[str]]:
     """Findings and notes about the lists of the target's layers in config.json: every list that fledge or one of
     `engines` reads is compared with the layers of training."""
     try:
         ours = tuple(sorted(layers_of(draft.config, target)))
-        read = {engine: layers_read(draft.hf, engine, target.num_layers) for engine in engines}
+        layout = draft.config.family.layout
+        read = {engine: layers_read(draft.hf, engine, target.num_layers, layout) for engine in engines}
     except ValueError as e:
         return [Finding("layers", str(e), "engines refuse the draft", COPY)], []
     trained = tuple(record.layers) if record else ours
     readers = [("fledge", "fledge.aux_layers", list(trained), ours)]
-    readers += [(TITLES[e], PLACES[e], to_engine(trained, e), layers) for e, layers in read.items() if layers]
+    places = PLACES[layout]
+    readers += [
+        (TITLES[e], places[e][0], to_engine(trained, places[e][1]), layers) for e, layers in read.items() if layers
+    ]
     wrong: dict[tuple[int, ...], list[tuple[str, str, list[int]]]] = {}
     notes = []
     for *reader, layers in readers:
@@ -288,7 +296,7 @@ def _layer_finding(
 
 
 def config_findings(
-    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = tuple(PLACES)
+    draft: DraftOnDisk, target: Target, record: ProbeRecord | None, engines: Sequence[str] = SERVERS
 ) -> list[Finding]:
     """Findings about fields of config.json that differ from training, contradict each other, or are refused or misread
     by `engines`."""

@@ -24,7 +24,7 @@ from fledge.data.template import ChatTemplate
 from fledge.decode.draft_size import AT_CHANCE
 from fledge.drafts.weights import DraftFiles, build_draft, check_draft, meta_draft, open_draft, tensor_problems
 from fledge.engines.export import export
-from fledge.engines.support import SERVERS, TITLES, minimum_version, unsupported
+from fledge.engines.support import PLACES, SERVERS, TITLES, minimum_version, unsupported
 from fledge.io.fields import parse_dtype, some_of
 from fledge.io.fingerprints import target_sha256
 from fledge.io.formats import to_engine
@@ -158,8 +158,9 @@ def _check_files(
     if fits and config.family.reads_layers:
         findings, notes = files.layer_findings(draft, target, record, engines)
         layers = () if findings else layers_of(config, target)
-        numbers = (f"{', '.join(map(str, to_engine(layers, e)))} in {TITLES[e]}'s numbering" for e in SERVERS)
-        report.add("layers", findings, " and ".join(numbers))
+        numbers = ((e, to_engine(layers, PLACES[config.family.layout][e][1])) for e in SERVERS)
+        named = [f"{', '.join(map(str, ids))} in {TITLES[e]}'s numbering" for e, ids in numbers]
+        report.add("layers", findings, " and ".join(named))
         report.notes += notes
     # a draft without a record may be made for only one engine
     findings = files.config_findings(draft, target, record, engines if engine or record else ())
@@ -442,7 +443,7 @@ def variants(draft: DraftFiles, layers: Sequence[int], target_layers: int) -> di
         if min(moved) >= 0 and max(moved) <= target_layers:
             text = f"if its layers are {list(moved)} in place of {list(layers)}: its ids count {kind} of layers"
             found[text] = replace(draft, config=replace(config, aux_layers=moved)), CORRECT
-    for name in ("norm_before_residual", "norm_output"):
+    for name in ("norm_before_residual", "norm_output", "block_causal"):
         if name in config.family.options and not (config.family.one_pass and name == "norm_output"):
             value = not getattr(config, name)
             text = f"if {name} is {str(value).lower()} in place of {str(not value).lower()}"

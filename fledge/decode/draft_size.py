@@ -211,7 +211,9 @@ def _chance_message(accepted: int, rounds: int, config: DraftConfig, target: str
     if not known or known != target:
         causes.append(f"it was trained for another target of the same size (its config names {known or 'none'})")
     if config.family.reads_layers:
-        causes.append(f"its config's norm_before_residual ({str(config.norm_before_residual).lower()}) is wrong")
+        for name in ("norm_before_residual", "block_causal"):
+            if name in config.family.options:
+                causes.append(f"its config's {name} ({str(getattr(config, name)).lower()}) is wrong")
         layers = f"{', '.join(map(str, config.aux_layers))}" if config.aux_layers else "the default ones"
         causes.append(f"it was trained on other layers than its config names ({layers})")
     others = "; ".join(causes) + "; or " * bool(causes)

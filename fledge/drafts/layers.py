@@ -124,7 +124,7 @@ class FusedInput(NamedTuple):
 class Attention(nn.Module):
     """Grouped-query attention: the projections, RoPE, and the output projection plus the residual."""
 
-    def __init__(self, config: DraftConfig, width: int):
+    def __init__(self, config: DraftConfig, width: int, *, qk_norm: bool):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads,
@@ -136,10 +136,10 @@ class Attention(nn.Module):
         self.k_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
-        if config.qk_norm:
+        if qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.qk_norm = config.qk_norm
+        self.qk_norm = qk_norm
 
     def forward(
         self, x: Tensor | FusedInput, residual: Tensor, rotation: Rotation, attend: Attend, compute: Compute = EAGER,
@@ -199,10 +199,14 @@ class Layer(nn.Module):
     """A draft's decoder layer.
 
     An ordinary decoder layer, unless `reads_embedding`: the projections then read [norm(embedding) ; norm(state)], 2E
-    wide. Without `norms_input`, the projections read the state without a norm.
+    wide. Without `norms_input`, the projections read the state without a norm. `qk_norm` normalizes queries and keys;
+    None: as the config says.
     """
 
-    def __init__(self, config: DraftConfig, *, reads_embedding: bool = False, norms_input: bool = True):
+    def __init__(
+        self, config: DraftConfig, *, reads_embedding: bool = False, norms_input: bool = True,
+        qk_norm: bool | None = None,
+    ):  # fmt: skip
         super().__init__()
         E, eps = config.hidden_size, config.rms_norm_eps
         self.reads_embedding, self.norms_input = reads_embedding, norms_input
@@ -211,7 +215,8 @@ class Layer(nn.Module):
             self.input_layernorm = RMSNorm(E, eps)
         if self.reads_embedding:
             self.hidden_norm = RMSNorm(E, eps)
-        self.self_attn = Attention(config, 2 * E if self.reads_embedding else E)
+        qk_norm = config.qk_norm if qk_norm is None else qk_norm
+        self.self_attn = Attention(config, 2 * E if self.reads_embedding else E, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(E, eps)
         self.mlp = MLP(config)
 

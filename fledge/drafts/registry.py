@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from fledge.config import DraftConfig
 from fledge.drafts.block import BlockDraft
+from fledge.drafts.dflash import DFlashDraft
 from fledge.drafts.draft import Draft
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.eagle1 import Eagle1Draft
 from fledge.drafts.peagle import ParallelDraft
-from fledge.methods import CHOICES, EAGLE1, EAGLE3, METHODS, PEAGLE, Choice, Method
+from fledge.methods import CHOICES, DFLASH, EAGLE1, EAGLE3, METHODS, PEAGLE, Choice, Method
 
-NETWORKS: dict[str, type[Draft]] = {EAGLE1.name: Eagle1Draft, EAGLE3.name: EagleDraft, PEAGLE.name: ParallelDraft}
-
+NETWORKS: dict[str, type[Draft]] = {
+    EAGLE1.name: Eagle1Draft,
+    EAGLE3.name: EagleDraft,
+    PEAGLE.name: ParallelDraft,
+    DFLASH.name: DFlashDraft,
+}
 
 BUILT_IN = frozenset({*METHODS, *CHOICES})
 

@@ -157,6 +157,8 @@ class DraftFiles:
             return "speculators' format"
         if "fledge" in self.hf:
             return "fledge's layout"
+        if self.config.family.layout == "dflash":
+            return "DFlash's layout, as its authors and SpecForge write it"
         if any(name.startswith("model.") for name in self.names):
             return "a layout with model. before the names of tensors (AutoModel)"
         if any(name.startswith("layers.0.") for name in self.names) and self.config.family.reads_layers:
@@ -233,7 +235,7 @@ def complete_config(config: DraftConfig, tensors: dict[str, Tensor], by_fledge: 
             del tensors["fc.bias"]  # written for SGLang only, see `draft_files`
         config = replace(config, fc_bias="fc.bias" in tensors)
     if not by_fledge:
-        further = {found[1] for name in tensors if (found := re.match(r"layers\.(\d+)\.", name))}
+        further = {found[1] for name in tensors if (found := re.match(r"layers\.([1-9]\d*)\.", name))}
         normed = any(name.endswith("self_attn.q_norm.weight") for name in tensors)
         config = replace(config, num_hidden_layers=1 + len(further), qk_norm=config.qk_norm and normed)
     return config

@@ -45,6 +45,11 @@ NOT_COMPARED = {
 DEFAULTS = {
     "num_aux_hidden_states": 3, "hidden_act": "silu", "bias": None, "eagle_config": {"use_aux_hidden_state": True},
 }  # fmt: skip
+# fields of DFlash's layout that are compared as `_block_as_read` says, or that no engine reads
+DFLASH_FIELDS = {
+    "is_causal", "block_size", "dflash_config", "layer_types", "sliding_window", "use_sliding_window",
+    "max_window_layers", "mask_token_id", "target_layer_ids", "num_target_layers", "dtype", "draft_vocab_size",
+}  # fmt: skip
 OUTSIDE_MODEL = {"model.lm_head.weight", "model.d2t"}  # names under which SGLang does not find the tensors
 ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters"}
 # the fields of speculators' `transformer_layer_config`
@@ -228,10 +233,36 @@ def _as_read(hf: dict[str, Any], engine: str, config: DraftConfig) -> dict[str, 
     if engine != "safeailab":  # SafeAILab's code reads only the older fields of RoPE
         read = {name: value for name, value in read.items() if name not in ROPE_FIELDS}
         read["rope_parameters"] = RopeConfig.from_hf(hf).to_hf()
+    if config.family.layout == "dflash":
+        return {name: x for name, x in read.items() if name not in DFLASH_FIELDS} | _block_as_read(hf, engine)
     classes, given = VLLM_CLASSES[config.family.reads_layers], set(hf.get("architectures") or ())
     if engine == "vllm" and given & classes and (given <= classes or not config.family.reads_layers):
         read["architectures"] = sorted(classes)
     return read
+
+
+def _block_as_read(hf: dict[str, Any], engine: str) -> dict[str, Any]:
+    """The fields of DFlash's layout as versions of vLLM and SGLang read them: whether each layer's rows of a block are
+    causal, the mask token, the windows, and the size of a block."""
+    inside, kinds = hf.get("dflash_config") or {}, hf.get("layer_types")
+    sliding = [kind == "sliding_attention" for kind in kinds or ["full_attention"] * hf.get("num_hidden_layers", 1)]
+
+    def everywhere(said: bool | None, otherwise: list[bool]) -> list[bool]:
+        return otherwise if said is None else [said] * len(sliding)
+
+    is_causal, mask = hf.get("is_causal"), inside.get("mask_token_id")
+    if engine == "vllm":
+        older = everywhere(inside.get("causal"), sliding)
+        read: dict[str, Any] = {"causal in 0.26": older, "causal in 0.33": everywhere(is_causal, older)}
+        mask = hf.get("mask_token_id") if mask is None else mask
+    else:
+        by_kind = [bool(is_causal) or of_window for of_window in sliding]
+        read = {"causal in 0.5.17": by_kind if kinds else [False] * len(sliding)}
+        read |= {"causal in 0.5.23": everywhere(is_causal, sliding)}
+        read |= {"block_size": inside.get("block_size") or hf.get("block_size")}
+    windows = [hf.get("sliding_window") if of_window else None for of_window in sliding]
+    layers = inside.get("target_layer_ids", hf.get("target_layer_ids"))
+    return read | {"mask_token_id": mask, "windows": windows, "target_layer_ids": layers}
 
 
 def _tensors_read(names: Iterable[str], engine: str, config: DraftConfig) -> set[str]:
@@ -364,10 +395,10 @@ def _vllm_words(serving: Serving) -> list[str]:
     target, revision = split_revision(serving.target)
     draft, draft_revision = split_revision(serving.draft)
     # without a method, vLLM takes the draft for an independent small language model, unless the path contains eagle
-    method = "eagle3" if serving.config.family.reads_layers else "eagle"
+    method, eagle = serving.config.family.engines["vllm"], serving.config.family.layout == "eagle"
     speculative = {"method": method, "model": draft, "num_speculative_tokens": serving.depth}
     speculative |= {"revision": draft_revision} if draft_revision else {}
-    speculative |= {"parallel_drafting": True} if serving.config.family.one_pass else {}
+    speculative |= {"parallel_drafting": True} if serving.config.family.one_pass and eagle else {}
     words = [target, *(["--revision", revision] if revision else [])]
     return [*words, "--speculative-config", json.dumps(speculative)]
 
@@ -375,6 +406,25 @@ def _vllm_words(serving: Serving) -> list[str]:
 def _sglang_words(serving: Serving) -> list[str]:
     target, revision = split_revision(serving.target)
     draft, draft_revision = split_revision(serving.draft)
+    words = ["--model-path", target, *(["--revision", revision] if revision else [])]
+    words += ["--speculative-algorithm", serving.config.family.engines["sglang"]]
+    words += ["--speculative-draft-model-path", draft]
+    words += ["--speculative-draft-model-revision", draft_revision] if draft_revision else []
+    amounts = _sglang_block(serving) if serving.config.family.layout == "dflash" else _sglang_tree(serving)
+    words += [str(word) for flag in amounts.items() for word in flag]
+    return [*words, "--enable-metrics"]  # the counters that `fledge eval --endpoint` reads
+
+
+def _sglang_block(serving: Serving) -> dict[str, int]:
+    """The flags of a block of `depth` tokens; none for a block as long as in training, which config.json says."""
+    if serving.nodes is not None or serving.width is not None:
+        raise ValueError("SGLang drafts chains with DFlash, no trees; leave --tree-nodes and --tree-width out")
+    trained = serving.config.provenance.depth
+    return {} if serving.depth == trained else {"--speculative-dflash-block-size": serving.depth + 1}
+
+
+def _sglang_tree(serving: Serving) -> dict[str, int]:
+    """The flags of a tree, of which a chain is one."""
     width = serving.width or (1 if serving.nodes is None else 10)
     most = 1 + width + (serving.depth - 1) * width**2  # scored nodes: `width` nodes a level have `width` children each
     nodes = serving.nodes or (serving.depth + 1 if width == 1 else min(60, most))
@@ -388,11 +438,5 @@ def _sglang_words(serving: Serving) -> list[str]:
             f"a tree with one child per node is a chain: for {serving.depth} tokens it has {serving.depth + 1} nodes, "
             f"not {nodes}; leave --tree-nodes out, or give a larger --tree-width"
         )
-    words = ["--model-path", target, *(["--revision", revision] if revision else [])]
-    words += ["--speculative-algorithm", "EAGLE3" if serving.config.family.reads_layers else "EAGLE"]
-    words += ["--speculative-draft-model-path", draft]
-    words += ["--speculative-draft-model-revision", draft_revision] if draft_revision else []
     amounts = {"--speculative-num-steps": serving.depth, "--speculative-eagle-topk": width}
-    amounts["--speculative-num-draft-tokens"] = nodes
-    words += [str(word) for flag in amounts.items() for word in flag]
-    return [*words, "--enable-metrics"]  # the counters that `fledge eval --endpoint` reads
+    return amounts | {"--speculative-num-draft-tokens": nodes}

@@ -24,7 +24,11 @@ CHECKED = {
 }
 ALL = ENGINES
 LIST = "eagle_aux_hidden_state_layer_ids"
-PLACES = {"vllm": LIST, "sglang": f"eagle_config.{LIST}"}  # the place of each engine's list of layers in config.json
+# by layout of config.json: the place of each engine's list of layers, and a key of OFFSETS for the list's numbering
+PLACES = {
+    "eagle": {"vllm": (LIST, "vllm"), "sglang": (f"eagle_config.{LIST}", "sglang")},
+    "dflash": dict.fromkeys(SERVERS, ("dflash_config.target_layer_ids", "dflash")),
+}
 Property = Callable[[DraftConfig], bool]
 
 
@@ -38,7 +42,11 @@ class Limit:
 
 
 def _eagle3(config: DraftConfig) -> bool:
-    return config.family.reads_layers
+    return config.family.reads_layers and not _dflash(config)
+
+
+def _dflash(config: DraftConfig) -> bool:
+    return config.family.layout == "dflash"
 
 
 def _layers_in_order(config: DraftConfig) -> bool:
@@ -58,10 +66,10 @@ def _defaults_collide(config: DraftConfig) -> bool:
 
 LIMITS = (
     # the method
-    Limit(ALL, lambda c: not c.family.served, "it does not know the method; fledge alone decodes with the draft"),
+    Limit(ALL, lambda c: not c.family.engines, "it does not know the method; fledge alone decodes with the draft"),
     Limit(
         ("sglang",),
-        lambda c: c.family.one_pass,
+        lambda c: c.family.one_pass and "sglang" not in c.family.engines,
         "it has no one-pass drafting; it would load the file and draft one token a pass with it",
     ),
     Limit(("safeailab",), lambda c: c.family.one_pass, "it has no one-pass drafting"),
@@ -145,6 +153,9 @@ SINCE: tuple[tuple[str, Property, tuple[int, ...]], ...] = (
     ("speculators", lambda c: c.fc_norm or c.norm_output, (0, 25)),
     ("speculators", lambda c: c.qk_norm, (0, 26)),
     ("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
+    ("vllm", _dflash, (0, 26)),  # not looked for in older versions
+    ("sglang", _dflash, (0, 5, 17)),
+    ("sglang", lambda c: any(c.windows) and not c.block_causal, (0, 5, 23)),  # older ones make all such layers causal
 )
 # requirements of an engine for the target of a draft with a property: a clause after the engine's title
 REMARKS: tuple[tuple[str, Property, str], ...] = (
@@ -191,16 +202,19 @@ def minimum_version(config: DraftConfig, engine: str) -> str | None:
     return ".".join(map(str, max(versions))) if versions else None
 
 
-def layers_read(hf: Mapping[str, Any], engine: str, target_layers: int) -> tuple[int, ...] | None:
+def layers_read(
+    hf: Mapping[str, Any], engine: str, target_layers: int, layout: str = "eagle"
+) -> tuple[int, ...] | None:
     """The ids of hidden states (0: the embedding) that an engine of PLACES reads, ascending, as engines concatenate
     states: the engine's list in config.json, else the engine's default layers. None without a list if the target has
     too few layers for the default. Raises ValueError for anything but a list of integers."""
-    listed = value_at(hf, PLACES[engine])
+    place, numbering = PLACES[layout][engine]
+    listed = value_at(hf, place)
     if listed is None:
         return engine_layers(target_layers)
     if not isinstance(listed, list) or not all(type(i) is int for i in listed):
-        raise ValueError(f"{PLACES[engine]} is not a list of integers")
-    return tuple(sorted(set(from_engine(listed, engine))))
+        raise ValueError(f"{place} is not a list of integers")
+    return tuple(sorted(set(from_engine(listed, numbering))))
 
 
 def value_at(hf: Mapping[str, Any], place: str) -> Any:

@@ -104,6 +104,7 @@ TOKEN = integer(-1, 2**24)  # some configs write -1 for no token
 POSITIONS = integer(2, 2**40)
 LAYERS = list_of(integer(0, 4096), 64)
 FACTORS = list_of(positive(1e6), 4096)
+BLOCK = integer(2, 65)  # rows of a block, one more than the drafted tokens
 
 ROPE = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
@@ -149,6 +150,9 @@ CONFIG = {
     "num_aux_hidden_states": integer(1, 64),
     "eagle_aux_hidden_state_layer_ids": LAYERS,
     "target_layer_ids": list_of(integer(-1, 4096), 64),
+    **dict.fromkeys(("block_causal", "is_causal"), FLAG),
+    "block_size": BLOCK,
+    "num_target_layers": integer(1, 4096),
     **dict.fromkeys(("eagle_config", "fledge", "rope_parameters", "rope_scaling"), OBJECT),
     "max_position_embeddings": POSITIONS,
     **{name: ROPE[name] for name in ("original_max_position_embeddings", "rope_theta", "partial_rotary_factor")},

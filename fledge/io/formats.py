@@ -5,17 +5,18 @@ level, or speculators' format, which `vllm serve DRAFT` loads. speculators' form
 under `transformer_layer_config`, and under `speculators_config` the target ("verifier") and the number of tokens to
 draft. Sources: speculators' config classes (`SpeculatorModelConfig`, `Eagle3SpeculatorConfig`,
 `PEagleSpeculatorConfig`, `EagleSpeculatorConfig`) and vLLM's reader of speculators' configs
-(transformers_utils/configs/speculators).
+(transformers_utils/configs/speculators). DFlash's drafts have a layout of their own, which is that of their authors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from fledge.config import REQUIRED, DraftConfig, Provenance, RopeConfig, engine_layers, first_of, heads_of
 from fledge.io.fields import (
+    BLOCK,
     CONFIG,
     EAGLE_CONFIG,
     FLAG,
@@ -30,7 +31,7 @@ from fledge.io.fields import (
     list_of,
     shortened,
 )
-from fledge.methods import EAGLE1, EAGLE3, METHODS, PEAGLE, Method
+from fledge.methods import DFLASH, EAGLE1, EAGLE3, METHODS, PEAGLE, Method, spread_taps
 
 # fields of a `DraftConfig` that have the same name in config.json
 SAME_NAMES = (
@@ -39,9 +40,9 @@ SAME_NAMES = (
     "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 # An engine's id of a hidden state minus fledge's id. fledge numbers hidden states as transformers' `hidden_states`: id
-# i is the input of layer i, i.e. the output of layer i - 1, and 0 is the embedding. In SGLang and DeepSpec, id i is the
-# output of layer i.
-OFFSETS = {"vllm": 0, "speculators": 0, "safeailab": 0, "sglang": -1, "deepspec": -1}
+# i is the input of layer i, i.e. the output of layer i - 1, and 0 is the embedding. In SGLang, DeepSpec and DFlash,
+# id i is the output of layer i.
+OFFSETS = {"vllm": 0, "speculators": 0, "safeailab": 0, "sglang": -1, "deepspec": -1, "dflash": -1}
 
 
 def to_engine(ids: Iterable[int], engine: str) -> list[int]:
@@ -53,6 +54,8 @@ def from_engine(ids: Iterable[int], engine: str) -> list[int]:
     """An engine's ids in fledge's numbering; `engine` is a key of OFFSETS."""
     return [i - OFFSETS[engine] for i in ids]
 
+
+MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of the mask token's id
 
 # speculators_model_type: the architecture in the flat layout, from which `config_from_hf` knows the method
 ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel"}
@@ -80,7 +83,16 @@ def is_speculators(hf: dict[str, Any]) -> bool:
     return ("speculators_model_type" in hf or "speculators_config" in hf) and "hidden_size" not in hf
 
 
-def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
+def flat_config(hf: Any) -> Any:
+    """The flat layout of a config.json, with the fields that `config_from_hf` reads; anything but the formats
+    known here is returned unchanged. Raises ValueError for fields that contradict each other or are invalid, and for
+    kinds of drafts and of layers that fledge does not have."""
+    if not isinstance(hf, dict):
+        return hf
+    return from_speculators(hf) if is_speculators(hf) else from_dflash(hf) if is_dflash(hf) else hf
+
+
+def from_speculators(hf: dict[str, Any]) -> dict[str, Any]:
     """The flat layout of a config.json in speculators' format.
 
     The target's name becomes `fledge.target`, unless the file has a `fledge.target`. The number of tokens to draft
@@ -121,14 +133,111 @@ def flat_config(hf: dict[str, Any]) -> dict[str, Any]:
     return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
 
 
+# DFlash's layout: that of a Qwen3 model, with the fields of the block under `dflash_config`. Its authors' code,
+# SpecForge, AutoModel and JetSpec write it, and vLLM and SGLang read it.
+
+DFLASH_CONFIG = {
+    "mask_token_id": TOKEN,
+    "target_layer_ids": list_of(integer(-1, 4096), 64),
+    "block_size": BLOCK,
+    **dict.fromkeys(("causal", "causal_head"), FLAG),
+}
+# fields of the flat layout that EAGLE's drafts alone have
+FLAT_ONLY = (
+    "bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "num_aux_hidden_states", "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+)  # fmt: skip
+# fields of other drafts in the same layout, and of logits that fledge does not compute
+DFLASH_UNKNOWN = (
+    "conv_kernel_size", "selector_rank", "markov_rank", "input_embedding_scale", "output_multiplier",
+    "final_logit_softcapping",
+)  # fmt: skip
+
+
+def is_dflash(hf: dict[str, Any]) -> bool:
+    """Whether a config.json is in DFlash's layout."""
+    names = hf.get("architectures")
+    return isinstance(names, list) and any("dflash" in name.lower() for name in names if isinstance(name, str))
+
+
+def from_dflash(hf: dict[str, Any]) -> dict[str, Any]:
+    """A config.json in DFlash's layout, with its fields also under the names of the flat layout.
+
+    The number of rows of a block becomes `fledge.depth`, and the target's number of layers `fledge.target_layers`,
+    unless the file has these. Without layers, the default ones are read. Raises ValueError for a block of unknown
+    causality and for other drafts in the same layout, such as DFlash 2.
+    """
+    top, own = Fields(hf, CONFIG), dict(Fields(hf, CONFIG).get("fledge", {}))
+    inside = top.nested("dflash_config", DFLASH_CONFIG)
+    for name in DFLASH_UNKNOWN:
+        value = (hf.get("dflash_config") or {}).get(name, hf.get(name))
+        if value not in (None, 1, 1.0, 0, False):
+            raise ValueError(
+                f"{name} is {format_value(value)}: fledge has no drafts of this kind, which is not DFlash's"
+            )
+    n, layers = top.get("num_target_layers"), inside.get("target_layer_ids", top.get("target_layer_ids"))
+    if layers is None and n is not None:
+        layers = to_engine(spread_taps(n, top.get("num_hidden_layers", 1)), "dflash")
+    if layers is None:
+        raise ValueError("a DFlash draft without dflash_config.target_layer_ids; get the file as its trainer wrote it")
+    if list(layers) != sorted(set(layers)):
+        raise ValueError(f"target_layer_ids {layers} do not ascend, and fledge joins layers in the target's order")
+    block = inside.get("block_size", top.get("block_size"))
+    own |= {"depth": block - 1} if block and "depth" not in own else {}
+    own |= {"target_layers": n} if n and "target_layers" not in own else {}
+    flat = {"target_layer_ids": layers, "block_causal": _is_causal(top, inside), "fledge": own}
+    mask = {name: inside.get(name) for name in ("mask_token_id",) if name in inside and name not in top}
+    return hf | flat | mask
+
+
+def _is_causal(top: Fields, inside: Fields) -> bool:
+    """Whether a block is causal. AutoModel writes is_causal false into every draft, and `dflash_config.causal` into
+    causal drafts. Without all of the fields, DFlash's own code makes sliding layers causal and others not."""
+    named = {name: inside.get(name) for name in ("causal", "causal_head")}
+    said = {name: value for name, value in named.items() if value is not None}
+    if len(set(said.values())) > 1:
+        raise ValueError("dflash_config.causal and dflash_config.causal_head contradict each other; set both alike")
+    if said:
+        return next(iter(said.values()))
+    if "is_causal" in top:
+        return top.get("is_causal")
+    kinds = {kind == "sliding_attention" for kind in top.get("layer_types", [])[: top.get("num_hidden_layers", 1)]}
+    if len(kinds) > 1:
+        raise ValueError(
+            "some layers have a sliding window and others not, and is_causal is missing; set it to true if the rows of "
+            "a block saw only the rows before them in training, and else to false"
+        )
+    return kinds == {True}
+
+
+def to_dflash(
+    flat: dict[str, Any], layers: Iterable[int], causal: bool, windows: Sequence[int | None]
+) -> dict[str, Any]:  # fmt: skip
+    """A config.json in DFlash's layout from one in the flat layout. `layers`, `causal` and `windows` are as in
+    `DraftConfig`. Causality is written in three places: versions of engines read different ones."""
+    hf = {k: v for k, v in flat.items() if k not in (*MASK_TOKEN_FIELDS, *FLAT_ONLY)}
+    own, L = flat["fledge"], flat["num_hidden_layers"]
+    inside: dict[str, Any] = {"mask_token_id": flat["mask_token_id"], "target_layer_ids": to_engine(layers, "dflash")}
+    size = {"block_size": own["depth"] + 1} if "depth" in own else {}
+    hf |= {
+        "model_type": "qwen3",
+        "is_causal": causal,
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in windows] or ["full_attention"] * L,
+        "use_sliding_window": any(windows),
+        "sliding_window": next((w for w in windows if w), None),
+        "max_window_layers": L,
+        "dtype": flat["torch_dtype"],
+        "dflash_config": inside | size | {"causal": causal, "causal_head": causal},
+    }
+    return hf | size | ({"num_target_layers": own["target_layers"]} if "target_layers" in own else {})
+
+
 # These fields get into a draft's config.json with the config of a target or of a different kind of draft. Engines load
 # a draft with these fields without a message.
 
 # fields that only `deviations` reads; engines ignore the fields, except for the values that it lists
 REFUSED_FIELDS = ("layer_types", "sliding_window", "quantization_config", "logit_scale", "dflash_config",
           "dspark_noise_token_id")  # fmt: skip
-DFLASH_CONFIG = {"mask_token_id": TOKEN}
-MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of the mask token's id
 
 
 def deviations(hf: dict[str, Any], family: Method) -> list[tuple[str, str, str]]:
@@ -137,7 +246,8 @@ def deviations(hf: dict[str, Any], family: Method) -> list[tuple[str, str, str]]
     to make). Raises ValueError for an invalid field."""
     top, found = Fields(hf, CONFIG), []
     kinds = top.get("layer_types", [])[: top.get("num_hidden_layers", 1)]
-    if (window := top.get("sliding_window")) and not all(kind == "full_attention" for kind in kinds):
+    windowed = not all(kind == "full_attention" for kind in kinds)
+    if (window := top.get("sliding_window")) and windowed and family.layout != "dflash":
         found.append((
             f"the draft's layers attend to a sliding window only (layer_types, sliding_window {window:,})",
             "vLLM masks all tokens before the window, and fledge does not: acceptance falls in texts longer than it",
@@ -182,7 +292,7 @@ def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> Dra
     """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
     unsupported field; with `refuse_deviations`, also for fields with which an engine would compute something else
     (`deviations`)."""
-    hf = flat_config(hf) if isinstance(hf, dict) and is_speculators(hf) else hf
+    hf = flat_config(hf)
     top = Fields(hf, CONFIG)
     missing = [k for k in REQUIRED if k not in top]
     if missing:
@@ -194,6 +304,8 @@ def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> Dra
     if refuse_deviations and (found := deviations(hf, family)):
         raise ValueError("{}: {}; {}".format(*found[0]))
     if family.masks and mask is None:
+        if family.layout == "dflash":
+            raise ValueError("a DFlash draft without dflash_config.mask_token_id; write the one of its training")
         raise ValueError(
             "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
         )
@@ -222,11 +334,13 @@ def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> Dra
         fc_bias=family is EAGLE1 and top.get("bias", True),  # the default in the authors' code
         num_aux_hidden_states=aux_count,
         aux_layers=tuple(aux) if aux else None,
-        qk_norm=top.get("model_type") == "qwen3",
+        qk_norm=top.get("model_type") == "qwen3" and "qk_norm" in family.options,
         norm_before_fc=eagle.get("norm_before_fc", top.get("norm_before_fc", False)),
         fc_norm=top.get("fc_norm", top.get("use_aux_norm", False)),
         own_embeddings=own.get("own_embeddings", width != hidden),
         mask_token_id=mask if family.masks else None,
+        block_causal=top.get("block_causal", False),
+        windows=_windows(top) if family.layout == "dflash" else (),
         bos_token_id=first_of(top.get("bos_token_id")),
         eos_token_id=first_of(top.get("eos_token_id")),
         provenance=Provenance(**known),
@@ -288,6 +402,8 @@ def config_to_hf(config: DraftConfig, dtype: str = "bfloat16") -> dict[str, Any]
     own |= {"own_embeddings": config.own_embeddings, "longrope_long": config.rope.long}
     own["template_modes"] = list(config.provenance.template_modes) or None
     hf["fledge"] = {k: v for k, v in own.items() if v is not None}
+    if config.family.layout == "dflash":
+        return to_dflash(hf, config.aux_layers or (), config.block_causal, config.windows)
     return hf
 
 
@@ -303,6 +419,8 @@ def _family(top: Fields) -> Method:
         if own not in METHODS:
             raise ValueError(f"method {format_value(own)} is none of {', '.join(METHODS)}")
         return METHODS[own]
+    if _mentions("dflash", names):
+        return DFLASH
     if _mentions("peagle", names):  # SpecForge's and vLLM's own names
         return PEAGLE
     if _mentions("eagle3", names):
@@ -322,3 +440,13 @@ def _mentions(word: str, names: list[str]) -> bool:
 
 def _mask_token(top: Fields) -> int | None:
     return next((top.get(key) for key in MASK_TOKEN_FIELDS if key in top), None)
+
+
+def _windows(top: Fields) -> tuple[int | None, ...]:
+    """`DraftConfig.windows` of a config.json with transformers' fields."""
+    kinds, window = top.get("layer_types", [])[: top.get("num_hidden_layers", 1)], top.get("sliding_window")
+    if "sliding_attention" not in kinds:
+        return ()
+    if not window:
+        raise ValueError("layer_types has sliding_attention, and sliding_window is missing")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

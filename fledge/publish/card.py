@@ -73,6 +73,8 @@ def describe(config: DraftConfig) -> list[str]:
             f"the target's hidden states {', '.join(map(str, config.aux_layers))}, numbered as in fledge train "
             "--aux-layers: 0 is the embedding, 1 the output of the first layer"
         )
+    if config.family.borrows_head and config.family.reads_layers:
+        read += ". Embedding and LM head are the target's"
     lines.append(f"It reads {read}.")
     vocabulary = f"Its vocabulary has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
     if known.coverage is not None:
@@ -82,6 +84,10 @@ def describe(config: DraftConfig) -> list[str]:
         lines.append(
             f"It drafts in one pass; token {config.mask_token_id} is the mask token for positions not known yet."
         )
+    if config.family.layout == "dflash":
+        seen = "the tokens of the block before it" if config.block_causal else "the whole block"
+        windows = sorted({f"the last {w:,} tokens" if w else "the whole text" for w in config.windows})
+        lines.append(f"A drafted token sees {seen}{', and of the text ' + ' or '.join(windows) if windows else ''}.")
     if known.depth:
         lines.append(f"It was trained to draft {known.depth} tokens, on documents of up to {known.max_length} tokens.")
     if known.template_modes:

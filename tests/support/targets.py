@@ -65,6 +65,9 @@ SLIDING: dict[str, dict[str, Any]] = {
 
 
 P_EAGLE = dict(method="peagle", mask_token_id=399)
+DFLASH = dict(
+    method="dflash", mask_token_id=399, num_hidden_layers=2, aux_layers=(2, 4, 7), num_aux_hidden_states=3
+)  # fmt: skip
 
 # a test with an argument `native` runs with both implementations of the target
 BOTH_IMPLEMENTATIONS = pytest.mark.parametrize("native", [False, True], ids=["transformers", "native"])

@@ -1,5 +1,5 @@
 """The draft of a training run: a new draft initialized from the target's weights, or an existing draft. The draft
-vocabulary (the target tokens that a draft can propose), and P-EAGLE's mask token."""
+vocabulary (the target tokens that a draft can propose), and the mask token."""
 
 from __future__ import annotations
 
@@ -93,17 +93,19 @@ def _new_draft(recipe: Recipe, prepared: PreparedTarget, documents: Sequence[Doc
 
 
 def _config(recipe: Recipe, prepared: PreparedTarget, mask_token: int | None) -> DraftConfig:
-    shape = prepared.target.shape
+    shape, options = prepared.target.shape, recipe.options
+    layers = recipe.layers
     return DraftConfig.for_target(
         shape,
         max_length=prepared.max_length,
         method=recipe.method.name,
         draft_vocab_size=_vocab_size(recipe, shape["vocab_size"]),
-        num_hidden_layers=recipe.options.layers,
+        num_hidden_layers=layers,
         aux_layers=prepared.layers or None,
         num_aux_hidden_states=len(prepared.layers),
-        own_embeddings=recipe.options.train_embeddings,
+        own_embeddings=options.train_embeddings,
         mask_token_id=mask_token if recipe.method.masks else None,
+        windows=(options.sliding_window,) * layers if options.sliding_window else (),
         **dict.fromkeys(recipe.switches, True),
     )
 
@@ -199,7 +201,7 @@ def count_tokens(documents: Iterable[Document]) -> tuple[np.ndarray, np.ndarray]
 def choose_mask_token(
     documents: Sequence[Document], vocab_size: int, tokenizer: Any, stop_ids: Collection[int] = ()
 ) -> int:
-    """The token id that a P-EAGLE draft reads at positions whose token is not yet known.
+    """The token id that a draft reads at positions whose token is not yet known.
 
     It is an id that occurs neither in the data nor in `stop_ids`: the highest such special token of the tokenizer, or
     else the highest such id. Raises ValueError if there is none.
@@ -211,6 +213,6 @@ def choose_mask_token(
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     if not free:
         raise ValueError(
-            "P-EAGLE needs a mask token that does not occur in the data, but the data contains the whole vocabulary"
+            "the method needs a mask token that does not occur in the data, but the data contains the whole vocabulary"
         )
     return max((i for i in free if i in special), default=free[-1])

@@ -93,10 +93,13 @@ class ShapeOptions(Options):
     draft_vocab: int | None = opt(
         "size of the draft vocabulary (default: the target's, at most 32,000)", None, minimum=2
     )
-    layers: int = opt("number of decoder layers of the draft", 1, minimum=1, maximum=512)
-    aux_layers: str | None = opt(
-        "target layers that the draft reads, e.g. 2,16,29 (default: 2, n/2, n-3 of n layers; others if n < 7)", None
+    layers: int | None = opt(
+        "number of decoder layers of the draft (default: 1; DFlash: 5)", None, minimum=1, maximum=512
     )
+    aux_layers: str | None = opt(
+        "target layers that the draft reads, e.g. 2,16,29 (default: 2, n/2, n-3 of n layers; others if n < 7; DFlash: "
+        "as many as the draft has layers, from 2 to n-2)", None
+    )  # fmt: skip
     fc_norm: bool = opt("EAGLE-3.1: apply an RMSNorm to each hidden state that the draft reads", False)
     norm_output: bool = opt("EAGLE-3.1: feed the normalized hidden state back to the next draft step", False)
     norm_before_fc: bool = opt("apply one RMSNorm to all hidden states that the draft reads (speculators)", False)
@@ -105,6 +108,13 @@ class ShapeOptions(Options):
     )
     qk_norm: bool = opt("normalize queries and keys as Qwen3 does (only vLLM supports this)", False)
     fc_bias: bool = opt("EAGLE-1: add a bias to fc, which joins embedding and hidden state (vLLM ignores it)", False)
+    block_causal: bool = opt(
+        "DFlash: let a drafted token see only the tokens of the block before it, as JetSpec does (default: the whole "
+        "block)", False
+    )  # fmt: skip
+    sliding_window: int | None = opt(
+        "DFlash: let a drafted token see only this many tokens before it (default: the whole text)", None, minimum=2
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +124,16 @@ class ObjectiveOptions(Options):
     panel: ClassVar[str] = "Objective"
     depth: int | None = opt(
         "number of tokens drafted per round by default, and of draft steps trained (training-time test; EAGLE-1 trains "
-        "one) (default: 5, or that of the --init-from draft)", None, minimum=1, maximum=64,
+        "one) (default: 5; DFlash: 15; or that of the --init-from draft)", None, minimum=1, maximum=64,
     )  # fmt: skip
     loss: str = opt(
         "loss function: ce, kl, accept (-log of the acceptance rate α), or mixed (kl while α is low, then 1 - α)", "ce",
         choices=("ce", "kl", "accept", "mixed"),
     )  # fmt: skip
-    gamma: float = opt(
-        "the loss of draft step k is weighted by gamma^k (P-EAGLE: always 1)", 0.8, greater_than=0, maximum=1
-    )
+    gamma: float | None = opt(
+        "the loss of draft step k is weighted by gamma^k (default: 0.8; P-EAGLE: always 1; DFlash: 0.87 from a depth "
+        "of 15 on, 0.82 from 9 on, else 0.78)", None, greater_than=0, maximum=1
+    )  # fmt: skip
     keep_out_of_vocab: bool = opt("also train on slots whose target token is outside the draft vocabulary", False)
     cod_rate: float | None = opt(
         "EAGLE-3 and P-EAGLE: step k, counted from 0, trains on the fraction rate^k of its live slots (conditional "
@@ -131,6 +142,10 @@ class ObjectiveOptions(Options):
     cod_min_rate: float | None = opt(
         "minimum of the fraction of slots that each step trains on with --cod-rate (default: 0.2)", None, minimum=0,
         maximum=1,
+    )  # fmt: skip
+    anchors: int | None = opt(
+        "DFlash: number of tokens of a row after which a block is trained, drawn anew in each epoch (default: 512)",
+        None, minimum=1,
     )  # fmt: skip
     feature_noise: float = opt(
         "EAGLE-1: add uniform noise to the hidden states that the draft reads; its amplitude is this value times 512 / "

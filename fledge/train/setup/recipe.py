@@ -20,7 +20,7 @@ from fledge.io.machine import resolve_device
 from fledge.methods import CHOICES, METHODS, Choice, Method
 from fledge.options import names_of, parse_template_kwargs
 from fledge.states.cache import FeatureCache
-from fledge.train.plan import DropTokens
+from fledge.train.plan import DrawAnchors, DropTokens
 from fledge.train.ranks import local_rank, started_by_torchrun
 from fledge.train.row_pass import Objective
 from fledge.train.setup.options import (
@@ -35,7 +35,6 @@ from fledge.train.setup.options import (
 )
 
 MAX_LENGTH = 2048  # default of --max-length
-DEPTH = 5  # default of --depth
 COD_MIN_RATE = 0.2
 WITH_INIT_FROM = "with --init-from, which keeps the draft's vocabulary and shape;"
 # by option: the options without effect beside this option, and the reason, in the form that `Options.refuse` takes
@@ -92,6 +91,11 @@ class Recipe:
     def method(self) -> Method:
         return CHOICES[self.choice].method
 
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers of a new draft."""
+        return self.options.layers or self.method.layers
+
 
 def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
     """The recipe for these options. Reads no file but the config of the --init-from draft and the manifest of the
@@ -112,6 +116,11 @@ def resolve(options: TrainOptions, *, imagined: bool = False) -> Recipe:
     for why in dict.fromkeys(reasons.values()):
         options.refuse((option for option, reason in reasons.items() if reason == why), why)
     depth = _depth(options, existing, choice.method)
+    if options.sliding_window is not None and options.sliding_window <= depth:
+        raise ValueError(
+            f"--sliding-window {options.sliding_window} is narrower than a block, which has a row more than --depth "
+            f"{depth}; give {depth + 1} or more"
+        )
     data, objective = _data(options, existing, features), _objective(options, choice.method, depth)
     check_served(options)
     layer_ids(options.aux_layers)
@@ -192,7 +201,7 @@ def _choice(name: str, draft: str | None, existing: DraftConfig | None) -> Choic
 
 def _depth(options: TrainOptions, existing: DraftConfig | None, method: Method) -> int:
     known = existing.provenance.depth if existing else None
-    depth = options.depth or known or DEPTH
+    depth = options.depth or known or method.depth
     if depth < method.min_depth:
         raise ValueError(f"--depth {depth}: {method.title} needs a depth of at least {method.min_depth}")
     return depth
@@ -245,13 +254,14 @@ def layer_ids(text: str | None, flag: str = "--aux-layers") -> tuple[int, ...] |
 def _objective(options: ObjectiveOptions, method: Method, depth: int) -> Objective:
     rate = method.cod_rate if options.cod_rate is None else options.cod_rate
     min_rate = COD_MIN_RATE if options.cod_min_rate is None else options.cod_min_rate
+    gamma, anchors = method.gamma or options.gamma or method.gamma_of(depth), options.anchors or method.anchors
     return Objective(
         depth=method.trained_depth or depth,
-        gamma=options.gamma if method.gamma is None else method.gamma,
+        gamma=gamma,
         loss=options.loss,
         keep_out_of_vocab=options.keep_out_of_vocab,
         feature_noise=options.feature_noise,
-        drop=DropTokens(rate, min_rate) if rate < 1 else None,
+        drop=DrawAnchors(anchors) if anchors else DropTokens(rate, min_rate) if rate < 1 else None,
     )
 
 

@@ -334,9 +334,10 @@ def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
         return layers_of(draft, target)
     if not recipe.method.reads_layers:
         return ()
-    return resolve_layers(
-        layer_ids(recipe.options.aux_layers) or (recipe.features and recipe.features.layout.layers) or None, target
-    )
+    asked = layer_ids(recipe.options.aux_layers) or (recipe.features and recipe.features.layout.layers) or None
+    if asked is None and recipe.method.taps:
+        asked = recipe.method.taps(target.num_layers, recipe.layers)
+    return resolve_layers(asked, target)
 
 
 def _decoding_option(recipe: Recipe) -> str | None:

@@ -1,0 +1,565 @@
+"""DFlash drafts, both ways in the block and causal: they compute what their files say in the layout of their authors,
+learn, decode without changing a text, and are read and written as other projects read and write them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from fledge import load
+from fledge.config import DraftConfig, Provenance
+from fledge.decode.propose import BlockProposer
+from fledge.drafts.dflash import DFlashDraft
+from fledge.drafts.weights import load_draft, open_draft, save_draft
+from fledge.engines.export import Serving, engine_command, needs_export
+from fledge.engines.support import minimum_version, unsupported
+from fledge.methods import DFLASH as ROW
+from fledge.methods import EAGLE3, block_gamma, spread_taps
+from fledge.targets.compatibility import layers_of
+from fledge.targets.transformers import TransformersTarget
+from fledge.train import objective as objective_module
+from fledge.train.objective import accepted_per_round, ttt
+from fledge.train.plan import DrawAnchors
+from fledge.train.row_pass import Objective, row_pass
+from fledge.train.setup.options import TrainOptions
+from fledge.train.setup.recipe import Recipe, resolve
+from fledge.types import Sampling
+from support.chats import tiny_chats
+from support.commands import Ran
+from support.decoding import SAMPLINGS, assert_same, both, prompts, spoken
+from support.drafts_on_disk import V, make, refused, same, saved
+from support.mutations import replace_function
+from support.rows import DOCUMENTS, document, row_of
+from support.targets import (
+    DFLASH,
+    exact_target,
+    features_for,
+    read_alone,
+    tiny_draft,
+    tiny_target,
+    tiny_target_directory,
+)
+from support.trees import SHAPES, proposer_of, state_of
+
+K = 5
+TRAINED = dict(provenance=Provenance(depth=K, target_layers=8))
+KINDS: dict[str, dict[str, Any]] = {
+    "both ways": {},
+    "causal": dict(block_causal=True),
+    "windows": dict(windows=(8, None)),
+    "causal, windows": dict(block_causal=True, windows=(6, 6), attention_bias=True),
+}
+
+
+# -- the files and their authors' rules -------------------------------------------------------------------------------
+
+
+def logits_by_the_files(directory: Path, target: TransformersTarget, tokens: list[int], anchor: int) -> Tensor:
+    """The logits of the tokens after `tokens[anchor]`, [rows of the block - 1, V], by the rules of DFlash's authors,
+    from the files of a draft and from transformers' hidden states of the tokens before the anchor."""
+    hf, w = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    block, B, d = hf["dflash_config"], hf["block_size"], hf["head_dim"]
+    model, eps = target.model, hf["rms_norm_eps"]
+    states = model(torch.tensor([tokens[:anchor]]), output_hidden_states=True).hidden_states
+    tapped = torch.cat([states[i + 1][0] for i in block["target_layer_ids"]], dim=-1)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * w[f"{name}.weight"]
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def turned(x: Tensor, position: Tensor) -> Tensor:
+        angle = position[:, None, None] / hf["rope_theta"] ** (torch.arange(0, d, 2) / d)
+        cos, sin = angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)
+        return x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], dim=-1) * sin
+
+    context = norm(project(tapped, "fc"), "hidden_norm")
+    x = embedding[[tokens[anchor], *[block["mask_token_id"]] * (B - 1)]]
+    place = torch.arange(anchor + B)
+    distance = place[anchor:, None] - place
+    for i in range(hf["num_hidden_layers"]):
+        at = f"layers.{i}"
+        visible = torch.ones(B, anchor + B, dtype=torch.bool)
+        if hf["is_causal"]:
+            visible &= distance >= 0
+        if hf["layer_types"][i] == "sliding_attention":
+            visible &= distance < hf["sliding_window"]
+        normed = norm(x, f"{at}.input_layernorm")
+        both_kinds = torch.cat([context, normed])
+        q = norm(project(normed, f"{at}.self_attn.q_proj").unflatten(-1, (-1, d)), f"{at}.self_attn.q_norm")
+        k = norm(project(both_kinds, f"{at}.self_attn.k_proj").unflatten(-1, (-1, d)), f"{at}.self_attn.k_norm")
+        v = project(both_kinds, f"{at}.self_attn.v_proj").unflatten(-1, (-1, d))
+        q, k = turned(q, place[anchor:]), turned(k, place)
+        k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * d**-0.5
+        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -math.inf).softmax(-1), v)
+        x = x + project(attended.flatten(1), f"{at}.self_attn.o_proj")
+        normed = norm(x, f"{at}.post_attention_layernorm")
+        gated = F.silu(project(normed, f"{at}.mlp.gate_proj")) * project(normed, f"{at}.mlp.up_proj")
+        x = x + project(gated, f"{at}.mlp.down_proj")
+    return F.linear(norm(x, "norm")[1:], head)
+
+
+@functools.cache
+def float_target() -> TransformersTarget:
+    return tiny_target()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_training_and_decoding_compute_what_the_files_say(kind: str, tmp_path: Path) -> None:
+    """Names, layers, positions, labels, norms and masks, by another program that reads the draft's files. Each field
+    matters: with another value, that program says something else."""
+    target = float_target()
+    save_draft(tiny_draft(target, **DFLASH, **KINDS[kind], **TRAINED), tmp_path / "d", torch.float32)
+    draft = load_draft(tmp_path / "d")
+    draft.share_target_weights(target.embedding, target.head_weight)
+    d = document(20, (1, 20), seed=3)
+    tokens = d.tokens.tolist()
+    row = row_of([document(7, (2, 7), seed=8), d])  # d begins at 7
+    passes = row_pass(draft, row, features_for(draft, target, row), Objective(depth=K))
+    chunk = passes.chunk(passes.trained)
+    _, features = read_alone(target, tokens, layers_of(draft.config, target))
+    for anchor in (1, 4, 14):
+        expected = logits_by_the_files(tmp_path / "d", target, tokens, anchor)
+        proposer = proposer_of(draft)
+        proposer.append(proposer.new_cache([64]))
+        state = state_of(torch.tensor(tokens[1 : anchor + 1]), features.aux_TAD[:anchor])
+        torch.testing.assert_close(proposer.begin(state)[1][0], expected, atol=1e-4, rtol=1e-4)
+        for k in range(K):
+            at = passes.trained[k].tolist().index(7 + anchor - 1)
+            logits = draft.logits(chunk.head_inputs[k][at])
+            torch.testing.assert_close(logits, expected[k], atol=1e-4, rtol=1e-4)
+    hf = json.loads((tmp_path / "d" / "config.json").read_text())
+    changes: list[dict[str, Any]] = [
+        dict(dflash_config=hf["dflash_config"] | dict(target_layer_ids=[i - 1 for i in (2, 3, 6)])),
+        dict(dflash_config=hf["dflash_config"] | dict(mask_token_id=7)),
+        dict(is_causal=not hf["is_causal"]),
+        dict(rope_theta=99.0),
+        dict(block_size=K),
+    ]
+    for change in changes:
+        (tmp_path / "d" / "config.json").write_text(json.dumps(hf | change))
+        other = logits_by_the_files(tmp_path / "d", target, tokens, 14)
+        same_rows = "block_size" in change and hf["is_causal"]  # a shorter causal block is the start of a longer one
+        assert same_rows == ((other - expected[: len(other)]).abs().max() < 1e-3), change
+
+
+def test_files_have_their_authors_layout(tmp_path: Path) -> None:
+    draft = tiny_draft(float_target(), **DFLASH, windows=(None, 16), **TRAINED)
+    save_draft(draft, tmp_path / "d", torch.bfloat16)
+    hf, tensors = json.loads((tmp_path / "d" / "config.json").read_text()), load_file(tmp_path / "d/model.safetensors")
+    layer = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm",
+             "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm",
+             "post_attention_layernorm"]  # fmt: skip
+    names = {"fc", "hidden_norm", "norm", *(f"layers.{i}.{name}" for i in range(2) for name in layer)}
+    assert tensors.keys() == {f"{name}.weight" for name in names}
+    assert tensors["fc.weight"].shape == (32, 3 * 32) and tensors["layers.1.self_attn.k_norm.weight"].shape == (8,)
+    block = dict(mask_token_id=399, target_layer_ids=[1, 3, 6], block_size=K + 1, causal=False, causal_head=False)
+    expected = dict(
+        architectures=["DFlashDraftModel"], model_type="qwen3", block_size=K + 1, dflash_config=block, is_causal=False,
+        num_target_layers=8, num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"],
+        sliding_window=16, use_sliding_window=True, hidden_act="silu", tie_word_embeddings=False, attention_bias=False,
+        rope_theta=1e4, vocab_size=400, dtype="bfloat16",
+    )  # fmt: skip
+    assert {name: hf.get(name) for name in expected} == expected
+    assert not {"draft_vocab_size", "mlp_bias", "bias", "mask_token_id", "eagle_config"} & hf.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_drafts_are_loaded_as_they_were(kind: str, tmp_path: Path) -> None:
+    draft = saved(tmp_path / "d", V, **(DFLASH | dict(mask_token_id=3)), **KINDS[kind], **TRAINED)
+    again = load_draft(tmp_path / "d")
+    assert isinstance(again, DFlashDraft) and same(again, draft)
+    for name in ("method", "block_causal", "windows", "aux_layers", "mask_token_id", "num_hidden_layers", "qk_norm"):
+        assert getattr(again.config, name) == getattr(draft.config, name), name
+    assert again.config.provenance.depth == K and again.causal == draft.config.block_causal
+    for engine in ("vllm", "sglang"):
+        assert unsupported(again.config, engine) is None and not needs_export(open_draft(tmp_path / "d"), engine)
+    for engine in ("safeailab", "speculators"):
+        assert unsupported(again.config, engine) is not None
+
+
+# -- the files of others ----------------------------------------------------------------------------------------------
+
+
+def foreign(directory: Path, *, fields: dict[str, Any], block: dict[str, Any] | None = None, drop: str = "") -> Path:
+    """Writes a draft as SpecForge writes it, with some fields changed (None: without the field)."""
+    draft = make(V, **(DFLASH | dict(mask_token_id=3)))
+    hf = dict(
+        architectures=["DFlashDraftModel"], model_type="qwen3", attention_bias=False, attention_dropout=0.0,
+        auto_map={"AutoModel": "dflash.DFlashDraftModel"}, block_size=16, bos_token_id=2, eos_token_id=1, head_dim=8,
+        hidden_act="silu", hidden_size=32, initializer_range=0.02, intermediate_size=48,
+        layer_types=["full_attention"] * 2, max_position_embeddings=256, max_window_layers=2, num_attention_heads=4,
+        num_hidden_layers=2, num_key_value_heads=2, num_target_layers=8, rms_norm_eps=1e-6, rope_scaling=None,
+        rope_theta=1e6, sliding_window=None, tie_word_embeddings=False, use_cache=True, use_sliding_window=False,
+        vocab_size=V, dtype="bfloat16", dflash_config={"mask_token_id": 3, "target_layer_ids": [1, 3, 6]},
+    ) | fields  # fmt: skip
+    hf["dflash_config"] = hf["dflash_config"] | (block or {})
+    hf = {name: value for name, value in hf.items() if name != drop}
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(hf))
+    save_file(draft.state_dict(), directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+MIXED = ["full_attention", "sliding_attention"]
+SLIDING = dict(layer_types=["sliding_attention"] * 2, sliding_window=64, use_sliding_window=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "block", "causal", "windows", "misread"),
+    [
+        ({}, {}, False, (), ""),
+        (dict(is_causal=True), {}, True, (), "vllm"),  # 0.26 reads dflash_config.causal
+        ({}, dict(causal_head=True), True, (), "vllm sglang"),  # JetSpec
+        (dict(is_causal=False), dict(causal=True), True, (), "vllm sglang"),  # JetSpec's kind, by AutoModel
+        (SLIDING, {}, True, (64, 64), ""),  # z-lab's default for layers with a window
+        (SLIDING | dict(is_causal=False), {}, False, (64, 64), "vllm"),
+        (dict(layer_types=MIXED, sliding_window=64, is_causal=True), {}, True, (None, 64), "vllm"),
+    ],
+)
+def test_drafts_of_other_trainers_are_read(
+    fields: dict[str, Any], block: dict[str, Any], causal: bool, windows: tuple[int | None, ...], misread: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """`misread` are the engines of which a version takes the block for the other kind; an export cures that."""
+    directory = foreign(tmp_path / "d", fields=fields, block=block)
+    files = open_draft(directory)
+    config = files.config
+    assert (config.method, config.block_causal, config.windows) == ("dflash", causal, windows)
+    assert config.aux_layers == (2, 4, 7) and config.num_aux_hidden_states == 3 and config.mask_token_id == 3
+    assert (config.provenance.depth, config.provenance.target_layers, config.rope.rope_theta) == (15, 8, 1e6)
+    assert config.num_hidden_layers == 2
+    assert [engine for engine in ("vllm", "sglang") if needs_export(files, engine)] == misread.split()
+    save_draft(load_draft(directory), tmp_path / "again", torch.float32)
+    again = open_draft(tmp_path / "again")
+    assert again.config.with_provenance(vocabulary_sha256=None) == config
+    assert not needs_export(again, "vllm") and not needs_export(again, "sglang")
+
+
+def test_default_layers_and_other_places_are_read(tmp_path: Path) -> None:
+    """The number of layers without their ids, and ids and block at the top level."""
+    bare = foreign(tmp_path / "a", fields=dict(dflash_config={"mask_token_id": 3}, num_target_layers=36))
+    with pytest.raises(ValueError, match=r"fc\.weight has shape"):  # two layers by default, and fc has three
+        open_draft(bare)
+    top = foreign(tmp_path / "b", fields=dict(dflash_config={}, mask_token_id=3, target_layer_ids=[1, 3, 6]))
+    assert open_draft(top).config.aux_layers == (2, 4, 7)
+    inside = foreign(tmp_path / "c", fields={}, block=dict(block_size=8), drop="block_size")
+    assert open_draft(inside).config.provenance.depth == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "block", "drop", "reason"),
+    [
+        ({}, dict(mask_token_id=None), "", "without dflash_config.mask_token_id"),
+        ({}, dict(target_layer_ids=None), "num_target_layers", "without dflash_config.target_layer_ids"),
+        ({}, dict(target_layer_ids=[3, 1, 6]), "", r"target_layer_ids \[3, 1, 6\] do not ascend"),
+        ({}, dict(causal=True, causal_head=False), "", "contradict each other"),
+        (dict(layer_types=MIXED, sliding_window=64), {}, "", "is_causal is missing"),
+        (dict(layer_types=["sliding_attention"] * 2), {}, "", "sliding_window is missing"),
+        (SLIDING | dict(sliding_window=8), {}, "", "a sliding window of 8 is narrower than a block, which has 16 rows"),
+        (dict(mlp_bias=True), {}, "", "the MLPs of DFlash have no biases"),
+        (dict(architectures=["DFlash2DraftModel"]), dict(conv_kernel_size=2), "", "conv_kernel_size is 2"),
+        ({}, dict(final_logit_softcapping=30.0), "", "final_logit_softcapping is 30.0"),
+        (dict(mask_token_id=5), {}, "", "the mask token is 5 in mask_token_id and 3 in dflash_config.mask_token_id"),
+        (dict(draft_vocab_size=60), {}, "", "uses its target's head"),
+    ],
+)
+def test_what_fledge_would_compute_otherwise_is_refused(
+    fields: dict[str, Any], block: dict[str, Any], drop: str, reason: str, tmp_path: Path
+) -> None:
+    refused(foreign(tmp_path / "d", fields=fields, block=block, drop=drop), reason)
+
+
+def test_other_methods_have_no_blocks() -> None:
+    shape = dict(
+        hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=9,
+        draft_vocab_size=9, target_hidden_size=8,
+    )  # fmt: skip
+    for name, value in (("block_causal", True), ("windows", (4,))):
+        with pytest.raises(ValueError, match=f"{EAGLE3.title} drafts no block of rows; leave it out"):
+            DraftConfig(**shape, **{name: value})
+    with pytest.raises(ValueError, match="must list the target's layers"):
+        DraftConfig(**shape, method="dflash", mask_token_id=3)
+
+
+# -- defaults, and what is trained ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target_layers", "layers", "taps"),
+    [
+        (36, 5, (2, 10, 18, 26, 34)),
+        (36, 1, (19,)),
+        (48, 8, (2, 8, 15, 21, 27, 33, 40, 46)),
+        (8, 5, (2, 3, 4, 5, 6)),
+        (6, 5, (1, 2, 3, 4, 5)),
+        (4, 5, (1, 2, 3)),
+        (2, 5, (1,)),
+        (1, 5, (1,)),
+        (1, 1, (1,)),
+    ],
+)
+def test_the_layers_that_are_read_by_default(target_layers: int, layers: int, taps: tuple[int, ...]) -> None:
+    assert spread_taps(target_layers, layers) == taps
+
+
+def recipe_of(tmp_path: Path, **options: Any) -> Recipe:
+    data = tmp_path / "chats.jsonl"
+    data.write_text("{}\n")
+    return resolve(TrainOptions(target="t", data=[str(data)], device="cpu", **options))
+
+
+def test_the_method_has_defaults_of_its_own(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, method="dflash")
+    assert (recipe.depth, recipe.layers, recipe.objective.drop) == (15, 5, DrawAnchors(512))
+    assert recipe.objective.gamma == pytest.approx(math.exp(-1 / 7)) == block_gamma(15)
+    assert recipe_of(tmp_path, method="dflash", depth=7).objective.gamma == pytest.approx(math.exp(-1 / 4))
+    given = recipe_of(tmp_path, method="dflash", depth=9, gamma=1.0, anchors=30, layers=2, block_causal=True)
+    assert (given.objective.gamma, given.objective.drop, given.layers) == (1.0, DrawAnchors(30), 2)
+    assert given.switches == ("block_causal",)
+    eagle = recipe_of(tmp_path, method="eagle3")
+    assert (eagle.depth, eagle.layers, eagle.objective.gamma, eagle.objective.drop) == (5, 1, 0.8, None)
+    for name, method, why in (
+        ("sliding_window", "dflash", "--sliding-window 15 is narrower than a block, .* give 16 or more"),
+        ("block_causal", "eagle3", "--block-causal has no effect with EAGLE-3; use --method dflash, or"),
+        ("cod_rate", "dflash", "--cod-rate has no effect with DFlash"),
+        ("draft_vocab", "dflash", "DFlash drafts over the target's whole vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            values = {"block_causal": True, "cod_rate": 0.5, "sliding_window": 15}
+            recipe_of(tmp_path, method=method, **{name: values.get(name, 100)})
+
+
+def test_blocks_are_drawn_anew_from_all_live_slots() -> None:
+    row = row_of(DOCUMENTS)
+    live = row.live(K)
+    counted = torch.zeros(row.token_T.numel())
+    for i in range(300):
+        kept = DrawAnchors(6).keep(row, live, f"{i}")
+        assert kept[0].numel() == 6 and all(bool((a[1:] > a[:-1]).all()) for a in kept)
+        for k, slots in enumerate(kept):
+            drawn = set(kept[0].tolist())
+            assert set(slots.tolist()) == drawn & set(live[k].tolist())
+        counted[kept[0]] += 1
+    again = DrawAnchors(6).keep(row, live, "7")
+    assert all(torch.equal(a, b) for a, b in zip(again, DrawAnchors(6).keep(row, live, "7"), strict=True))
+    expected = 300 * 6 / live[0].numel()
+    assert (counted[live[0]] - expected).abs().max() < 5 * math.sqrt(expected)
+    everything = DrawAnchors(1000).keep(row, live, "")
+    assert all(torch.equal(a, b) for a, b in zip(everything, live, strict=True))
+
+
+def test_drawn_blocks_are_trained_as_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of some blocks is the part of these blocks in the loss of all. A row counts its live slots."""
+    target = exact_target()
+    draft = tiny_draft(target, **DFLASH)
+    row = row_of(DOCUMENTS, filler=3)
+    features = features_for(draft, target, row)
+    some = ttt(draft, row, features, target.logits, Objective(depth=3, gamma=0.7, drop=DrawAnchors(5)), key="a")
+    live = row.live(3)
+    kept = DrawAnchors(5).keep(row, live, "a")
+    rest = [slots[~torch.isin(slots, kept[0])] for slots in live]
+    assert some.live_K.tolist() == [slots.numel() for slots in kept] and some.supervised == live[0].numel()
+    monkeypatch.setattr(DrawAnchors, "keep", lambda *_: rest)
+    others = ttt(draft, row, features, target.logits, Objective(depth=3, gamma=0.7, drop=DrawAnchors(5)), key="a")
+    whole = ttt(draft, row, features, target.logits, Objective(depth=3, gamma=0.7))
+    assert float((some + others).loss) == pytest.approx(float(whole.loss.detach()), rel=1e-10)
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def taught(kind: str) -> tuple[TransformersTarget, DFlashDraft, list[list[int]]]:
+    """A target, a draft that has learned the target's answers to some prompts, and these prompts."""
+    target = exact_target()
+    draft = tiny_draft(target, **DFLASH, **KINDS[kind], **TRAINED)
+    asked = [p for p in prompts(6, longest=12, seed=13) if len(p) > 1]
+    row = row_of([spoken(load(target), p, 20)[0] for p in asked])
+    features = features_for(draft, target, row)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=4e-3)
+    for _ in range(120):
+        optimizer.zero_grad()
+        sums = ttt(draft, row, features, target.logits, Objective(depth=K, gamma=1.0))
+        for p in draft.parameters():
+            p.grad /= float(sums.scored_K.sum())
+        optimizer.step()
+    assert isinstance(draft, DFlashDraft)
+    return target, draft, asked
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "short chain": dict(depth=2),
+    "confident": dict(confidence=0.3),
+    "tree": dict(mode="tree", nodes=16),
+    "shape": dict(mode="tree", shape=SHAPES["mixed"]),
+    "auto": dict(depth="auto"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_text_is_that_of_the_target(kind: str, way: str) -> None:
+    """Greedy and sampled, one request and several. Rounds commit 1.5 tokens and more, and not all that is drafted."""
+    target, draft, asked = taught(kind)
+    engine = load(target, draft, **WAYS[way])
+    rounds = 0
+    for prompt in asked:
+        fast, plain = both(engine, prompt, max_new_tokens=20)
+        assert_same(fast, plain)
+        rounds += len(fast.trace.rounds)
+    assert rounds < 20 * len(asked) / 1.5
+    for sampling in (Sampling(), Sampling(**SAMPLINGS["everything"])):
+        together = engine.generate_all(asked, max_new_tokens=16, sampling=sampling, batch=3)
+        alone = load(target).generate_all(asked, max_new_tokens=16, sampling=sampling)
+        assert [c.tokens for c in together] == [c.tokens for c in alone]
+        assert any(r.accepted < r.drafted for c in together for r in c.trace.rounds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_in_training_are_what_decoding_accepts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a text of the target's own, the rounds that training walks are those of the decoder, token by token."""
+    target, draft, asked = taught(kind)
+    engine, seen, every = load(target, draft), {}, set()
+
+    def remember(walk: Any, live: Any, hits: Any) -> Any:
+        seen["rounds"] = accepted_per_round(live, hits)
+        return walk(live, hits)
+
+    replace_function(monkeypatch, objective_module, "simulate_decoding", remember)
+    for prompt in asked:
+        d, done = spoken(engine, prompt, 26)  # a few tokens more than the draft has learned
+        row = row_of([d])
+        with torch.no_grad():
+            ttt(draft, row, features_for(draft, target, row), target.logits, Objective(depth=K))
+        left, decoded = len(done.tokens) - 1, []
+        for r in done.trace.rounds:
+            decoded.append(min(r.accepted, left))
+            left -= r.accepted + 1
+        assert seen["rounds"] == decoded
+        every |= set(decoded)
+    assert {0, K} <= every, "both rejections and full acceptance must occur"
+
+
+def test_a_window_that_decoding_forgets_is_noticed() -> None:
+    target, draft, _ = taught("windows")
+    proposer = proposer_of(draft)
+    assert isinstance(proposer, BlockProposer) and proposer.windows == [8, None]
+    _, features = read_alone(target, list(range(20)), layers_of(draft.config, target))
+    found = []
+    for windows in ([8, None], [None, None]):
+        proposer = proposer_of(draft)
+        proposer.windows = windows
+        proposer.append(proposer.new_cache([64]))
+        found.append(proposer.begin(state_of(torch.arange(1, 16), features.aux_TAD[:15]))[1])
+    assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+# -- engines, and the commands ----------------------------------------------------------------------------------------
+
+
+def test_engines_are_started_with_their_names_of_the_method(tmp_path: Path) -> None:
+    draft = saved(tmp_path / "d", V, **(DFLASH | dict(mask_token_id=3)), **TRAINED)
+    serving = Serving("owner/target", "draft", draft.config, K)
+    command = engine_command("vllm", serving)
+    said = json.loads(command[command.index("--speculative-config") + 1])
+    assert said == {"method": "dflash", "model": "draft", "num_speculative_tokens": K}
+    words = engine_command("sglang", serving)
+    assert words[words.index("--speculative-algorithm") + 1] == "DFLASH"
+    assert "--speculative-eagle-topk" not in words and "--speculative-dflash-block-size" not in words
+    shorter = engine_command("sglang", replace(serving, depth=3))
+    assert shorter[shorter.index("--speculative-dflash-block-size") + 1] == "4"
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ValueError, match="leave --tree-nodes and --tree-width out"):
+            engine_command(engine, replace(serving, nodes=8))
+    windows = saved(tmp_path / "w", V, **(DFLASH | dict(mask_token_id=3)), windows=(8, 8), **TRAINED).config
+    assert minimum_version(windows, "sglang") == "0.5.23" and minimum_version(windows, "vllm") == "0.26"
+    assert minimum_version(replace(windows, block_causal=True), "sglang") == "0.5.17"
+    assert ROW.engines == {"vllm": "dflash", "sglang": "DFLASH"}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_from_training_to_serving(causal: bool, tmp_path: Path, fledge: Callable[..., Ran]) -> None:
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 60)
+    words = ["--target", target, "--device", "cpu"]
+    went = fledge(
+        "train", *words, "--data", chats, "--method", "dflash", "--layers", 2, "--depth", 6, "--steps", 8,
+        "--max-length", 64, "--anchors", 12, "--eval-tokens", 8, "--out", tmp_path / "run", "--seed", 3,
+        *["--block-causal", "--sliding-window", 16] * causal,
+    )  # fmt: skip
+    assert went.code == 0, went.err
+    draft = tmp_path / "run" / "draft"
+    config = load_draft(draft).config
+    assert (config.block_causal, config.windows) == (causal, (16, 16) if causal else ())
+    assert config.aux_layers == spread_taps(8, 2) == (2, 6)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["live"][0] <= 12 < m["supervised"] for m in metrics if "live" in m)
+    went = fledge("check", "--draft", draft, *words)
+    assert went.code == 0 and "The draft is sound." in went.out + went.err, went.out + went.err
+    went = fledge("inspect", draft)
+    seen = "the tokens of the block before it, and of the text the last 16 tokens" if causal else "the whole block"
+    for text in (f"A drafted token sees {seen}.", "A DFlash draft: 2 layers", "Embedding and LM head are the target's",
+                 "vLLM can serve these files (from 0.26 on).", "Nothing is wrong with it."):  # fmt: skip
+        assert text in went.out, went.out
+    question = tmp_path / "prompts.jsonl"
+    question.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a heron", "the bird")))
+    record = tmp_path / "record.json"
+    went = fledge("eval", "--draft", draft, *words, "--prompts", question, "--max-new-tokens", 8, "--out", record)
+    assert went.code == 0 and "τ" in went.out + went.err, went.err
+    assert fledge("export", "--draft", draft, "--to", "vllm").code == 0
+    assert fledge("export", "--draft", draft, "--to", "safeailab", "--out", tmp_path / "e").code == 2
+    went = fledge("serve", "--draft", draft, "--target", target, "--dry-run", "--skip-check")
+    assert went.code == 0 and '"method": "dflash"' in went.out, went.err
+    went = fledge(
+        "train", *words, "--data", chats, "--init-from", draft, "--steps", 2, "--max-length", 64, "--eval-tokens", 8,
+        "--out", tmp_path / "more",
+    )  # fmt: skip
+    assert went.code == 0 and load_draft(tmp_path / "more" / "draft").config.block_causal == causal, went.err
+    assert fledge("train", "--dry-run", *words, "--data", chats, "--method", "dflash", "--steps", 2).code == 0
+
+
+def change(directory: Path, **fields: Any) -> None:
+    file = directory / "config.json"
+    hf = json.loads(file.read_text())
+    for place, value in fields.items():
+        inner, _, name = place.partition("__")
+        (hf[inner] if name else hf)[name or inner] = value
+    file.write_text(json.dumps(hf))
+
+
+def test_a_changed_config_is_found_by_check(tmp_path: Path, fledge: Callable[..., Ran]) -> None:
+    """Each of the three places of causality, the layers that engines read, and the size of a block."""
+    target, chats = tiny_target_directory(tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30)
+    words = ["--target", target, "--device", "cpu"]
+    options = ["--method", "dflash", "--layers", 2, "--depth", 4, "--steps", 2, "--max-length", 64, "--eval-tokens", 4]
+    assert fledge("train", *words, "--data", chats, *options, "--out", tmp_path / "run").code == 0
+    draft = tmp_path / "run" / "draft"
+    before = (draft / "config.json").read_text()
+    for changed, text in (
+        (dict(is_causal=True), "is_causal is true in config.json, and was false in training"),
+        (dict(dflash_config__causal=True, dflash_config__causal_head=True), "block_causal is True"),
+        (dict(dflash_config__target_layer_ids=[2, 6]), "dflash_config.target_layer_ids"),
+        (dict(dflash_config__block_size=9), "dflash_config.block_size is 9"),
+        (dict(dflash_config__mask_token_id=7), "mask_token_id is 7"),
+    ):
+        change(draft, **changed)
+        went = fledge("check", "--draft", draft, "--target", target, "--files-only")
+        assert went.code == 1 and text in (went.out + went.err).replace("\n", " "), (changed, went.out + went.err)
+        (draft / "config.json").write_text(before)
+    assert fledge("check", "--draft", draft, "--target", target, "--files-only").code == 0
