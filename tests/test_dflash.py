@@ -23,7 +23,7 @@ from fledge.decode.propose import BlockProposer
 from fledge.drafts.dflash import DFlashDraft
 from fledge.drafts.weights import load_draft, open_draft, save_draft
 from fledge.engines.export import Serving, engine_command, needs_export
-from fledge.engines.support import minimum_version, unsupported
+from fledge.engines.support import minimum_version, remarks, unsupported
 from fledge.methods import DFLASH as ROW
 from fledge.methods import EAGLE3, block_gamma, spread_taps
 from fledge.targets.compatibility import layers_of
@@ -490,6 +490,7 @@ def test_engines_are_started_with_their_names_of_the_method(tmp_path: Path) -> N
             engine_command(engine, replace(serving, nodes=8))
     windows = saved(tmp_path / "w", V, **(DFLASH | dict(mask_token_id=3)), windows=(8, 8), **TRAINED).config
     assert minimum_version(windows, "sglang") == "0.5.23" and minimum_version(windows, "vllm") == "0.26"
+    assert not remarks(windows, "vllm") and "V2" in remarks(replace(windows, windows=(8, None)), "vllm")[0]
     assert minimum_version(replace(windows, block_causal=True), "sglang") == "0.5.17"
     assert ROW.engines == {"vllm": "dflash", "sglang": "DFLASH"}
 

@@ -157,7 +157,7 @@ SINCE: tuple[tuple[str, Property, tuple[int, ...]], ...] = (
     ("sglang", _dflash, (0, 5, 17)),
     ("sglang", lambda c: any(c.windows) and not c.block_causal, (0, 5, 23)),  # older ones make all such layers causal
 )
-# requirements of an engine for the target of a draft with a property: a clause after the engine's title
+# requirements of an engine for a draft with a property, mostly of its target: a clause after the engine's title
 REMARKS: tuple[tuple[str, Property, str], ...] = (
     ("safeailab", _eagle3, "has EAGLE-3 for targets of Llama's and Qwen3's architecture only"),
     (
@@ -166,6 +166,7 @@ REMARKS: tuple[tuple[str, Property, str], ...] = (
         "finds the target's embedding through model.safetensors.index.json, and fails with a target whose weights are "
         "one file without that index",
     ),
+    ("vllm", lambda c: len(set(c.windows)) > 1, "has layers with and without a window only in its V2 model runner"),
 )
 
 
@@ -187,7 +188,7 @@ def unsupported(config: DraftConfig, engine: str) -> str | None:
 
 
 def remarks(config: DraftConfig, engine: str) -> list[str]:
-    """An engine's requirements for the target of a draft that the engine can serve, as sentences without full stop."""
+    """An engine's requirements for a draft that the engine can serve, as sentences without full stop."""
     return [f"{TITLES[engine]} {text}" for name, applies, text in REMARKS if name == engine and applies(config)]
 
 
