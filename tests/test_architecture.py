@@ -26,7 +26,7 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 180,
-    "lines": 29_812,
+    "lines": 29_813,
     "statements": 22_639,
     "lines behind fledge train": 22_622,
     "lines behind fledge generate": 13_134,
