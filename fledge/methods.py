@@ -125,9 +125,9 @@ PEAGLE = Method(
 
 
 def spread_taps(target_layers: int, draft_layers: int) -> tuple[int, ...]:
-    """DFlash's default layers, as fledge's ids (`DraftConfig.aux_layers`), which are one more than those of DFlash's
-    authors: one for each of the draft's layers, spread from the output of the target's second layer to that of its
-    third last. A target with too few layers for that gives the output of every layer but its last, or as many."""
+    """DFlash's default layers, as fledge's ids (`DraftConfig.aux_layers`): one for each of the draft's layers, spread
+    from the output of the target's second layer to the output of the third last. A target with too few layers gives the
+    outputs of all layers but the last, or as many as the draft has layers."""
     first, last = 1, target_layers - 3
     if last - first < draft_layers - 1:
         first, last = 0, max(target_layers - 2, 0)

@@ -1,5 +1,5 @@
-"""DFlash drafts, both ways in the block and causal: they compute what their files say in the layout of their authors,
-learn, decode without changing a text, and are read and written as other projects read and write them."""
+"""DFlash drafts, both ways in the block and causal: training and decoding compute what a draft's files say by the rules
+of DFlash's authors, decoding changes no text, and other projects' files are read and written."""
 
 from __future__ import annotations
 

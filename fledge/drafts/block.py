@@ -27,8 +27,8 @@ class BlockDraft(Draft):
     causal = False
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer: a row sees the context tokens that are fewer than this many places before it.
-        At least as many as a block's rows, which a window does not hide. None: no window."""
+        """The sliding window of a layer in tokens: a row sees context tokens fewer than `window` places before the row.
+        A window has at least as many tokens as a block has rows, and hides no row. None: no window."""
         return None
 
     def block_rows(self, K: int) -> int:

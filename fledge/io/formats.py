@@ -5,7 +5,7 @@ level, or speculators' format, which `vllm serve DRAFT` loads. speculators' form
 under `transformer_layer_config`, and under `speculators_config` the target ("verifier") and the number of tokens to
 draft. Sources: speculators' config classes (`SpeculatorModelConfig`, `Eagle3SpeculatorConfig`,
 `PEagleSpeculatorConfig`, `EagleSpeculatorConfig`) and vLLM's reader of speculators' configs
-(transformers_utils/configs/speculators). DFlash's drafts have a layout of their own, which is that of their authors.
+(transformers_utils/configs/speculators). DFlash drafts have the layout of DFlash's authors.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def from_speculators(hf: dict[str, Any]) -> dict[str, Any]:
     return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
 
 
-# DFlash's layout: that of a Qwen3 model, with the fields of the block under `dflash_config`. Its authors' code,
-# SpecForge, AutoModel and JetSpec write it, and vLLM and SGLang read it.
+# DFlash's layout: that of a Qwen3 model, with the fields of the block under `dflash_config`. The code of DFlash's
+# authors, SpecForge, AutoModel and JetSpec write the layout; vLLM and SGLang read it.
 
 DFLASH_CONFIG = {
     "mask_token_id": TOKEN,
