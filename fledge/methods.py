@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 MOST_DEPTH, MOST_NODES = 64, 1024  # that may be drafted in a round: the tokens of a path, and the nodes of a tree
 
 
+def constant_gamma(depth: int) -> float:
+    """The default of --gamma for methods that draft a token a pass, whatever the depth."""
+    return 0.8
+
+
 @dataclass(frozen=True)
 class Method:
     """A draft method.
@@ -60,7 +65,7 @@ class Method:
     trained_depth: int | None = None
     min_depth: int = 1
     gamma: float | None = None
-    gamma_of: Callable[[int], float] = lambda depth: 0.8
+    gamma_of: Callable[[int], float] = constant_gamma
     anchors: int | None = None
     cross_entropy: float = 1.0
     regression: bool = False

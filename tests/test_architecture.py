@@ -26,12 +26,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # lines behind an entry are those of all modules that the entry imports, also inside functions.
 BUDGETS = {
     "files": 180,
-    "lines": 29_813,
-    "statements": 22_639,
-    "lines behind fledge train": 22_622,
-    "lines behind fledge generate": 13_134,
-    "lines behind the training loop": 5_269,
-    "lines behind the engine": 9_543,
+    "lines": 29_816,
+    "statements": 22_642,
+    "lines behind fledge train": 22_625,
+    "lines behind fledge generate": 13_137,
+    "lines behind the training loop": 5_272,
+    "lines behind the engine": 9_546,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,
