@@ -22,8 +22,9 @@ from support.targets import tiny_target_directory
 
 FLEDGE = Path(__file__).parents[1] / "fledge"
 REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py"))
-# No single change shows how much the whole grows: each budget may only get smaller. Blank lines are not counted. The
-# lines behind an entry are those of all modules that the entry imports, also inside functions.
+# No single change shows how much the whole grows: each budget may only get smaller, except for a new capability, whose
+# commit gives the reason. Blank lines are not counted. The lines behind an entry are those of all modules that the
+# entry imports, also inside functions.
 BUDGETS = {
     "files": 180,
     "lines": 29_816,

@@ -192,8 +192,8 @@ def _best_first_search(logp_Kw: list[list[float]], N: int) -> tuple[list[int], l
     """The parents of the nodes of `likeliest_prefixes` below the root, and their tokens' places in the flat table of K
     levels of w tokens."""
     K, w = len(logp_Kw), len(logp_Kw[0])
-    scores, levels, children = [0.0], [0], [0]  # of each node: its score, its level, and its children in the tree
-    heap = [(-logp_Kw[0][0], 0)]  # of each node's next child: its score, negative, and the node
+    scores, levels, children = [0.0], [0], [0]  # by node; children are the numbers of children in the tree
+    heap = [(-logp_Kw[0][0], 0)]  # by node: the negative score of the node's next child, and the node
     parents, places = [], []
     for node in range(1, N):
         negative, parent = heapq.heappop(heap)
