@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fledge.ops.device import at_least_float32
 
@@ -19,9 +22,10 @@ def block_attention(
     Block n sees the context tokens [`start_N[n]`, `end_N[n]`) (int64, ascending) of P, and its own rows: all, or with
     `causal` those up to the row itself. With a `window` of at least Q tokens, row q of a block, whose place is
     `end_N[n] + q`, sees only context tokens that are fewer than `window` places before it. H / G consecutive query
-    heads share a key head. The scale is d^-1/2, and the softmax is in at least float32.
+    heads share a key head. The scale is d^-1/2, and the softmax is in at least float32. The backward pass computes the
+    attention scores again.
     """
-    (N, Q, H, d), G = q_NQHd.shape, k_NQGd.shape[2]
+    (N, Q, H, _), G = q_NQHd.shape, k_NQGd.shape[2]
     visible_QQ = torch.ones(Q, Q, dtype=torch.bool, device=q_NQHd.device)
     visible_QQ = visible_QQ.tril() if causal else visible_QQ
     out = [q_NQHd[:0]]
@@ -37,15 +41,20 @@ def block_attention(
             place_nQ1 = (end_N[part, None] + torch.arange(Q))[..., None]
             seen_nQP = seen_nQP & (place_nQ1 - token < window)
         seen_nQP = seen_nQP.to(q.device)
-        scores = torch.cat(
-            [
-                torch.einsum("nqgrd,pgd->nqgrp", q, k).masked_fill(~seen_nQP[:, :, None, None], float("-inf")),
-                torch.einsum("nqgrd,nkgd->nqgrk", q, own_k).masked_fill(~visible_QQ[:, None, None], float("-inf")),
-            ],
-            dim=-1,
-        )
-        weights = (scores * d**-0.5).softmax(-1)
-        of_context, of_own = weights.split([last - first, Q], dim=-1)
-        found = torch.einsum("nqgrp,pgd->nqgrd", of_context, v) + torch.einsum("nqgrk,nkgd->nqgrd", of_own, own_v)
+        given = q, k, v, own_k, own_v, seen_nQP, visible_QQ
+        found: Tensor = checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False)
         out.append(found.flatten(2, 3).to(q_NQHd.dtype))
     return torch.cat(out)
+
+
+def _attend(
+    q_nQGrd: Tensor, k_PGd: Tensor, v_PGd: Tensor, own_k_nQGd: Tensor, own_v_nQGd: Tensor, seen_nQP: Tensor,
+    visible_QQ: Tensor,
+) -> Tensor:  # fmt: skip
+    """The attention of n blocks, [n, Q, G, r, d], to the context tokens that `seen_nQP` says, and to their own rows."""
+    of_context = torch.einsum("nqgrd,pgd->nqgrp", q_nQGrd, k_PGd).masked_fill(~seen_nQP[:, :, None, None], -math.inf)
+    of_own = torch.einsum("nqgrd,nkgd->nqgrk", q_nQGrd, own_k_nQGd).masked_fill(~visible_QQ[:, None, None], -math.inf)
+    weights = (torch.cat([of_context, of_own], dim=-1) * q_nQGrd.shape[-1] ** -0.5).softmax(-1)
+    of_context, of_own = weights.split([of_context.shape[-1], of_own.shape[-1]], dim=-1)
+    found = torch.einsum("nqgrp,pgd->nqgrd", of_context, v_PGd)
+    return found + torch.einsum("nqgrk,nkgd->nqgrd", of_own, own_v_nQGd)
