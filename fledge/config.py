@@ -218,8 +218,8 @@ class DraftConfig:
         self._check_family()
         if self.family.masks != (self.mask_token_id is not None):
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}: drafts that read a mask token (P-EAGLE) need one, and other "
-                "drafts must not have one"
+                f"mask_token_id is {self.mask_token_id}: drafts that read a mask token (P-EAGLE, DFlash) need one, and "
+                "other drafts must not have one"
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
@@ -278,6 +278,8 @@ class DraftConfig:
                 raise ValueError(f"{name}: {family.title} drafts no block of rows; leave it out")
         if self.windows and len(self.windows) != self.num_hidden_layers:
             raise ValueError(f"the config has {self.num_hidden_layers} layers, and windows of {len(self.windows)}")
+        if len({w for w in self.windows if w}) > 1:
+            raise ValueError(f"the windows {self.windows} have several sizes; config.json has a place for one")
         depth = self.provenance.depth or 0
         if narrow := next((w for w in self.windows if w is not None and w <= depth), None):
             raise ValueError(f"a sliding window of {narrow} is narrower than a block, which has {depth + 1} rows")

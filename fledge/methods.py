@@ -166,6 +166,7 @@ DFLASH = Method(
     without={
         "draft_vocab": "DFlash drafts over the target's whole vocabulary, with the target's head",
         "train_embeddings": "DFlash reads the target's embedding",
+        "keep_out_of_vocab": "DFlash drafts over the target's whole vocabulary",
     },
 )
 

@@ -27,12 +27,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # entry imports, also inside functions.
 BUDGETS = {
     "files": 180,
-    "lines": 29_816,
-    "statements": 22_642,
-    "lines behind fledge train": 22_625,
-    "lines behind fledge generate": 13_137,
-    "lines behind the training loop": 5_272,
-    "lines behind the engine": 9_546,
+    "lines": 29_842,
+    "statements": 22_664,
+    "lines behind fledge train": 22_647,
+    "lines behind fledge generate": 13_152,
+    "lines behind the training loop": 5_281,
+    "lines behind the engine": 9_550,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

@@ -23,7 +23,7 @@ from fledge.decode.propose import BlockProposer
 from fledge.drafts.dflash import DFlashDraft
 from fledge.drafts.weights import load_draft, open_draft, save_draft
 from fledge.engines.export import Serving, engine_command, needs_export
-from fledge.engines.support import minimum_version, remarks, unsupported
+from fledge.engines.support import layers_read, minimum_version, remarks, unsupported
 from fledge.methods import DFLASH as ROW
 from fledge.methods import EAGLE3, block_gamma, spread_taps
 from fledge.targets.compatibility import layers_of
@@ -34,7 +34,7 @@ from fledge.train.plan import DrawAnchors
 from fledge.train.row_pass import Objective, row_pass
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe import Recipe, resolve
-from fledge.types import Sampling
+from fledge.types import Sampling, TreeShape
 from support.chats import tiny_chats
 from support.commands import Ran
 from support.decoding import SAMPLINGS, assert_same, both, prompts, spoken
@@ -260,6 +260,11 @@ def test_default_layers_and_other_places_are_read(tmp_path: Path) -> None:
     assert open_draft(top).config.aux_layers == (2, 4, 7)
     inside = foreign(tmp_path / "c", fields={}, block=dict(block_size=8), drop="block_size")
     assert open_draft(inside).config.provenance.depth == 7
+    unsaid = foreign(tmp_path / "d", fields={}, drop="block_size")  # the authors' code takes 16 rows
+    assert open_draft(unsaid).config.provenance.depth == ROW.depth == 15
+    hf = json.loads((top / "config.json").read_text())
+    for engine in ("vllm", "sglang"):  # the list is read in both places
+        assert layers_read(hf, engine, 8, "dflash") == (2, 4, 7) and layers_read({}, engine, 8, "dflash") is None
 
 
 @pytest.mark.parametrize(
@@ -271,6 +276,9 @@ def test_default_layers_and_other_places_are_read(tmp_path: Path) -> None:
         ({}, dict(causal=True, causal_head=False), "", "contradict each other"),
         (dict(layer_types=MIXED, sliding_window=64), {}, "", "is_causal is missing"),
         (dict(layer_types=["sliding_attention"] * 2), {}, "", "sliding_window is missing"),
+        (SLIDING, {}, "layer_types", "layer_types, which say which layers have the window, are missing"),
+        ({}, dict(use_swa=True, swa_window_size=64), "layer_types", "layer_types, which say which layers"),
+        (dict(is_causal=True), dict(causal=False), "", "dflash_config says that a block is not causal"),
         (SLIDING | dict(sliding_window=8), {}, "", "a sliding window of 8 is narrower than a block, which has 16 rows"),
         (dict(mlp_bias=True), {}, "", "the MLPs of DFlash have no biases"),
         (dict(architectures=["DFlash2DraftModel"]), dict(conv_kernel_size=2), "", "conv_kernel_size is 2"),
@@ -295,6 +303,15 @@ def test_other_methods_have_no_blocks() -> None:
             DraftConfig(**shape, **{name: value})
     with pytest.raises(ValueError, match="must list the target's layers"):
         DraftConfig(**shape, method="dflash", mask_token_id=3)
+    with pytest.raises(ValueError, match="several sizes"):
+        make(V, **(DFLASH | dict(mask_token_id=3, windows=(8, 6))))
+
+
+def test_no_shape_is_deeper_than_a_block() -> None:
+    target, draft, _ = taught("causal")
+    deep = TreeShape.from_paths([[0] * n for n in range(1, K + 2)])
+    with pytest.raises(ValueError, match=f"a depth of {K + 1} is above {K}, the tokens of a block"):
+        load(target, draft, mode="tree", shape=deep)
 
 
 # -- defaults, and what is trained ------------------------------------------------------------------------------------
@@ -527,6 +544,8 @@ def test_from_training_to_serving(causal: bool, tmp_path: Path, fledge: Callable
     assert fledge("export", "--draft", draft, "--to", "safeailab", "--out", tmp_path / "e").code == 2
     went = fledge("serve", "--draft", draft, "--target", target, "--dry-run", "--skip-check")
     assert went.code == 0 and '"method": "dflash"' in went.out, went.err
+    went = fledge("serve", "--draft", draft, "--target", target, "--dry-run", "--skip-check", "--depth", 7)
+    assert went.code == 2 and "--depth 7 is above 6, the tokens of a block" in went.err.replace("\n", " "), went.err
     went = fledge(
         "train", *words, "--data", chats, "--init-from", draft, "--steps", 2, "--max-length", 64, "--eval-tokens", 8,
         "--out", tmp_path / "more",

@@ -262,7 +262,7 @@ def test_the_method_of_a_config(config: dict, method: str) -> None:
 def test_a_whole_model_is_no_draft(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_target(tokenizer=False).config.to_dict() | {
         "architectures": ["LlamaForCausalLM"]}))  # fmt: skip
-    with pytest.raises(ValueError, match=r"\['LlamaForCausalLM'\] is not an EAGLE draft"):
+    with pytest.raises(ValueError, match=r"\['LlamaForCausalLM'\] is not a draft that fledge knows"):
         read_draft_config(tmp_path)
 
 

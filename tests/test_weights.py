@@ -317,7 +317,7 @@ def test_broken_configs(tmp_path, text):
                 num_aux_hidden_states=None,
                 fledge=None,
             ),
-            r"\['LlamaForCausalLM'\] is not an EAGLE draft",
+            r"\['LlamaForCausalLM'\] is not a draft that fledge knows",
         ),
         (
             dict(architectures=["LlamaForCausalLMEagle"], draft_vocab_size=None, fledge=None),

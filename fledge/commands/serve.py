@@ -118,9 +118,11 @@ def command_of(options: ServeOptions) -> list[str]:
             f"{TITLES[options.engine]} needs other files than {options.draft} has: {'; '.join(differences)}; write "
             f"them with fledge export --draft {options.draft} --to {options.engine} --out DIR, and serve DIR"
         )
+    trained = trained_depth(draft.config)
+    if draft.config.family.layout == "dflash" and options.depth and options.depth > trained:
+        raise ValueError(f"--depth {options.depth} is above {trained}, the tokens of a block in the draft's training")
     serving = Serving(
-        options.target, options.draft, draft.config, options.depth or trained_depth(draft.config), options.tree_nodes,
-        options.tree_width,
-    )  # fmt: skip
+        options.target, options.draft, draft.config, options.depth or trained, options.tree_nodes, options.tree_width
+    )
     trust = ["--trust-remote-code"] if options.trust_remote_code else []  # both engines have this flag
     return serve_command(options.engine, serving, [*trust, *options.arguments])

@@ -145,9 +145,10 @@ class Drafting:
         """The same drafting with the mode, depth and sizes of a draft. Raises ValueError like `for_method`."""
         trained = config.provenance.depth or DEPTH
         resolved = replace(self.for_method(config.family), depth=self.depth or trained)
-        if issubclass(NETWORKS[config.method], BlockDraft) and resolved.depth not in (AUTO, *range(trained + 1)):
+        depth = resolved.depth if self.shape is None else len(self.shape.levels()) - 1
+        if issubclass(NETWORKS[config.method], BlockDraft) and depth not in (AUTO, *range(trained + 1)):
             raise ValueError(
-                f"a depth of {resolved.depth} is above {trained}, the tokens of a block in the draft's training; "
+                f"a depth of {depth} is above {trained}, the tokens of a block in the draft's training; "
                 f"use at most {trained}"
             )
         return replace(resolved, sizes=resolved._sizes(trained, config.family.one_pass))

@@ -48,8 +48,8 @@ class DecodeOptions(Options):
     )  # fmt: skip
     seed: int = opt("random seed of sampling; the same seed gives the same text", 0, minimum=0, maximum=MAX_SEED)
     draft_mode: str | None = opt(
-        "chain, tree (EAGLE-2's draft tree, or the most likely prefixes, for P-EAGLE), or parallel (P-EAGLE: the "
-        "whole chain in one pass) (default: parallel for a P-EAGLE draft, otherwise chain)", None
+        "chain, tree (EAGLE-2's draft tree, or the most likely prefixes, for P-EAGLE and DFlash), or parallel (P-EAGLE "
+        "and DFlash: the whole chain in one pass) (default: parallel if the draft can, otherwise chain)", None
     )  # fmt: skip
     depth: int | str | None = opt(
         "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "

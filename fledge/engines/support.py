@@ -76,7 +76,7 @@ LIMITS = (
     Limit(
         ("speculators",),
         lambda c: c.method not in CLASSES,
-        f"of fledge's methods it has {' and '.join(CLASSES)} only; use fledge export --to vllm",
+        f"fledge writes only {' and '.join(CLASSES)} in it; use fledge export --to vllm",
     ),
     Limit(
         ("speculators",),
@@ -208,11 +208,13 @@ def layers_read(
 ) -> tuple[int, ...] | None:
     """The ids of hidden states (0: the embedding) that an engine of PLACES reads, ascending, as engines concatenate
     states: the engine's list in config.json, else the engine's default layers. None without a list if the target has
-    too few layers for the default. Raises ValueError for anything but a list of integers."""
+    too few layers for the default, or the layout has none. Raises ValueError for anything but a list of integers."""
     place, numbering = PLACES[layout][engine]
     listed = value_at(hf, place)
+    if listed is None and layout == "dflash":
+        listed = hf.get("target_layer_ids")
     if listed is None:
-        return engine_layers(target_layers)
+        return engine_layers(target_layers) if layout == "eagle" else None
     if not isinstance(listed, list) or not all(type(i) is int for i in listed):
         raise ValueError(f"{place} is not a list of integers")
     return tuple(sorted(set(from_engine(listed, numbering))))

@@ -164,8 +164,9 @@ def from_dflash(hf: dict[str, Any]) -> dict[str, Any]:
     """A config.json in DFlash's layout, with its fields also under the names of the flat layout.
 
     The number of rows of a block becomes `fledge.depth`, and the target's number of layers `fledge.target_layers`,
-    unless the file has these. Without layers, the default ones are read. Raises ValueError for a block of unknown
-    causality and for other drafts in the same layout, such as DFlash 2.
+    unless the file has these. Without layers, the default ones are read, and without a number of rows, a block has as
+    many as by default. Raises ValueError for a block of unknown causality, for windows of unknown layers, and for other
+    drafts in the same layout, such as DFlash 2.
     """
     top, own = Fields(hf, CONFIG), dict(Fields(hf, CONFIG).get("fledge", {}))
     inside = top.nested("dflash_config", DFLASH_CONFIG)
@@ -182,7 +183,13 @@ def from_dflash(hf: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("a DFlash draft without dflash_config.target_layer_ids; get the file as its trainer wrote it")
     if list(layers) != sorted(set(layers)):
         raise ValueError(f"target_layer_ids {layers} do not ascend, and fledge joins layers in the target's order")
-    block = inside.get("block_size", top.get("block_size"))
+    switched = hf.get("use_sliding_window") or (hf.get("dflash_config") or {}).get("use_swa")
+    if switched and "layer_types" not in top:
+        raise ValueError(
+            "a sliding window is on, and layer_types, which say which layers have the window, are missing; write "
+            "layer_types and sliding_window"
+        )
+    block = inside.get("block_size", top.get("block_size", None if "fledge" in top else DFLASH.depth + 1))
     own |= {"depth": block - 1} if block and "depth" not in own else {}
     own |= {"target_layers": n} if n and "target_layers" not in own else {}
     flat = {"target_layer_ids": layers, "block_causal": _is_causal(top, inside), "fledge": own}
@@ -197,6 +204,8 @@ def _is_causal(top: Fields, inside: Fields) -> bool:
     said = {name: value for name, value in named.items() if value is not None}
     if len(set(said.values())) > 1:
         raise ValueError("dflash_config.causal and dflash_config.causal_head contradict each other; set both alike")
+    if "fledge" not in top and top.get("is_causal", False) and not all(said.values()):
+        raise ValueError("is_causal is true, and dflash_config says that a block is not causal; set all alike")
     if said:
         return next(iter(said.values()))
     if "is_causal" in top:
@@ -289,7 +298,7 @@ def deviations(hf: dict[str, Any], family: Method) -> list[tuple[str, str, str]]
 
 
 def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> DraftConfig:
-    """Reads a draft's config.json. Raises ValueError if it is not that of an EAGLE draft, or has an invalid or
+    """Reads a draft's config.json. Raises ValueError if it is not that of a known method, or has an invalid or
     unsupported field; with `refuse_deviations`, also for fields with which an engine would compute something else
     (`deviations`)."""
     hf = flat_config(hf)
@@ -310,7 +319,9 @@ def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> Dra
             "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
         )
     if top.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {format_value(top.get('hidden_act'))}: every engine's EAGLE-3 draft uses silu")
+        raise ValueError(
+            f"hidden_act {format_value(top.get('hidden_act'))}: fledge's drafts use silu, as every engine's do"
+        )
     aux = own.get("aux_layers", top.get("eagle_aux_hidden_state_layer_ids"))
     if aux is None and "eagle_aux_hidden_state_layer_ids" in eagle:
         aux = from_engine(eagle.get("eagle_aux_hidden_state_layer_ids"), "sglang")
@@ -431,7 +442,7 @@ def _family(top: Fields) -> Method:
         return EAGLE3
     if top.get("num_hidden_layers") == 1:
         return EAGLE1
-    raise ValueError(f"architectures {shortened(str(names))} is not an EAGLE draft")
+    raise ValueError(f"architectures {shortened(str(names))} is not a draft that fledge knows")
 
 
 def _mentions(word: str, names: list[str]) -> bool:

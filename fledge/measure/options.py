@@ -40,9 +40,9 @@ class EvalOptions(DecodeOptions):
     )  # fmt: skip
     draft: list[str] = opt("draft of the target: a directory or hub id; repeat to compare drafts", repeatable=True)
     draft_mode: list[str] = opt(
-        "chain, tree (EAGLE-2's draft tree, or the most likely prefixes, for P-EAGLE), or parallel (P-EAGLE: the "
-        "whole chain in one pass); repeat to compare modes (default: parallel for a P-EAGLE draft, otherwise chain)",
-        repeatable=True,
+        "chain, tree (EAGLE-2's draft tree, or the most likely prefixes, for P-EAGLE and DFlash), or parallel (P-EAGLE "
+        "and DFlash: the whole chain in one pass); repeat to compare modes (default: parallel if the draft can, "
+        "otherwise chain)", repeatable=True,
     )  # fmt: skip
     depth: list[int | str] = opt(
         "length of a drafted chain, or depth of a tree, in tokens, or auto: chosen while decoding from acceptance and "

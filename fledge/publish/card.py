@@ -89,7 +89,8 @@ def describe(config: DraftConfig) -> list[str]:
         windows = sorted({f"the last {w:,} tokens" if w else "the whole text" for w in config.windows})
         lines.append(f"A drafted token sees {seen}{', and of the text ' + ' or '.join(windows) if windows else ''}.")
     if known.depth:
-        lines.append(f"It was trained to draft {known.depth} tokens, on documents of up to {known.max_length} tokens.")
+        length = f", on documents of up to {known.max_length} tokens" if known.max_length else ""
+        lines.append(f"It was trained to draft {known.depth} tokens{length}.")
     if known.template_modes:
         modes = " and with ".join(map(shown_mode, known.template_modes))
         lines.append(f"Its training chats were rendered with {modes}.")
