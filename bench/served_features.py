@@ -22,7 +22,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from serving import free_port
 
 from fledge.data.documents import Document
 from fledge.data.pack import Rows
@@ -179,9 +179,7 @@ def common_arguments(dtype: str) -> list[str]:
 def serving(words: Sequence[str], log: Path, deadline: float) -> Iterator[tuple[str, float]]:
     """A vLLM server in a process group of its own, which is ended afterwards: its address and the seconds of its
     start. Raises TimeoutError or ChildProcessError if it does not start."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words, "--host", "127.0.0.1", "--port", str(port)]
     print(" ".join(command), flush=True)
     began = time.monotonic()

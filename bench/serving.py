@@ -31,6 +31,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shlex
 import signal
 import socket
@@ -327,12 +328,20 @@ class Server:
         raise ChildProcessError(f"the engine {ended}; its output is in {self.log}")
 
 
+def free_port() -> int:
+    """A port that nothing listens on, below the range from which the system takes the ports of other programs: one of
+    them could take the port before the engine does, and answer for it."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError("a hundred ports from 10000 to 32000 are all taken")
+
+
 @contextlib.contextmanager
 def started(options: argparse.Namespace, case: Case, arguments: list[str]) -> Iterator[Server]:
     """Context manager: runs the engine in a process group of its own. Its output goes to a file beside --out."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port)]
     if case.draft is None:
         target = [options.target] if options.engine == "vllm" else ["--model-path", options.target]
