@@ -27,10 +27,10 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # entry imports, also inside functions.
 BUDGETS = {
     "files": 180,
-    "lines": 29_842,
-    "statements": 22_664,
-    "lines behind fledge train": 22_647,
-    "lines behind fledge generate": 13_152,
+    "lines": 29_876,
+    "statements": 22_683,
+    "lines behind fledge train": 22_681,
+    "lines behind fledge generate": 13_186,
     "lines behind the training loop": 5_281,
     "lines behind the engine": 9_550,
     "options of fledge train": 52,  # those of single methods not counted

@@ -293,6 +293,75 @@ def test_what_fledge_would_compute_otherwise_is_refused(
     refused(foreign(tmp_path / "d", fields=fields, block=block, drop=drop), reason)
 
 
+def of_speculators(directory: Path, *, top: dict[str, Any], layer: dict[str, Any]) -> Path:
+    """Writes a draft as speculators writes it, with some fields changed (None: without the field)."""
+    draft = make(V, **(DFLASH | dict(mask_token_id=3)))
+    layers = dict(
+        model_type="qwen3", attention_bias=False, head_dim=8, hidden_act="silu", hidden_size=32, intermediate_size=48,
+        layer_types=["full_attention"] * 2, max_position_embeddings=256, num_attention_heads=4, num_hidden_layers=2,
+        num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6, sliding_window=None, vocab_size=V,
+    ) | layer  # fmt: skip
+    hf = dict(
+        architectures=["DFlashDraftModel"], speculators_model_type="dflash", draft_vocab_size=V, block_size=8,
+        aux_hidden_state_layer_ids=[2, 4, 7], mask_token_id=3, sliding_window_non_causal=False,
+        sample_from_anchor=False, shift_label=False, projector_type="dflash", transformer_layer_config=layers,
+        speculators_config={
+            "algorithm": "dflash", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "owner/target"},
+        },
+    ) | top  # fmt: skip
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({name: x for name, x in hf.items() if x is not None}))
+    save_file(draft.state_dict(), directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+WINDOWS = dict(layer_types=["sliding_attention"] * 2, sliding_window=64)
+
+
+@pytest.mark.parametrize(
+    ("top", "layer", "causal", "windows"),
+    [
+        ({}, {}, False, ()),
+        (dict(sliding_window_non_causal=None), WINDOWS, True, (64, 64)),
+        (dict(sliding_window_non_causal=True), WINDOWS, False, (64, 64)),
+        (dict(sliding_window_non_causal=True), dict(layer_types=MIXED, sliding_window=64), False, (None, 64)),
+    ],
+)
+def test_drafts_of_speculators_are_read(
+    top: dict[str, Any], layer: dict[str, Any], causal: bool, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    """And vLLM and SGLang load what an export makes of them."""
+    files = open_draft(of_speculators(tmp_path / "d", top=top, layer=layer))
+    config = files.config
+    assert (config.method, config.block_causal, config.windows) == ("dflash", causal, windows)
+    assert (config.aux_layers, config.mask_token_id, config.num_hidden_layers) == ((2, 4, 7), 3, 2)
+    assert (config.provenance.depth, config.provenance.target) == (7, "owner/target")
+    assert files.layout == "speculators' format" and needs_export(files, "vllm") and needs_export(files, "sglang")
+    save_draft(load_draft(tmp_path / "d"), tmp_path / "again", torch.float32)
+    again = open_draft(tmp_path / "again")
+    assert again.config.with_provenance(vocabulary_sha256=None) == config and not needs_export(again, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("top", "layer", "reason"),
+    [
+        (dict(sample_from_anchor=True), {}, "sample_from_anchor is true: a token for the anchor's row too"),
+        (dict(shift_label=True), {}, "shift_label is true"),
+        (dict(projector_type="domino"), {}, "projector_type is 'domino'"),
+        ({}, dict(layer_types=MIXED, sliding_window=64), "blocks whose layers are all of one kind"),
+        (dict(aux_hidden_state_layer_ids=None), {}, "without aux_hidden_state_layer_ids"),
+        (dict(aux_hidden_state_layer_ids=[2, 4, "x"]), {}, "aux_hidden_state_layer_ids"),
+        (dict(draft_vocab_size=60), {}, "uses its target's head"),
+        (dict(mask_token_id=None), {}, "without dflash_config.mask_token_id"),
+    ],
+)
+def test_blocks_of_speculators_that_fledge_lacks_are_refused(
+    top: dict[str, Any], layer: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    refused(of_speculators(tmp_path / "d", top=top, layer=layer), reason)
+
+
 def test_other_methods_have_no_blocks() -> None:
     shape = dict(
         hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=9,

@@ -2,9 +2,9 @@
 
     python docs/pictures/draw.py [DIRECTORY]
 
-writes chain.svg, tree.svg, steps.svg and round.svg, by default beside this file. `tests/test_docs.py` checks that the
-committed files are what this script draws. Colours are of middle lightness and the background is transparent, so that
-the pictures can be read on light and dark pages.
+writes chain.svg, tree.svg, steps.svg, block.svg and round.svg, by default beside this file. `tests/test_docs.py` checks
+that the committed files are what this script draws. Colours are of middle lightness and the background is transparent,
+so that the pictures can be read on light and dark pages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
+from fledge.ops.attention_block import block_attention
 from fledge.ops.attention_tree import Visible, pack_bits
 from fledge.ops.attention_ttt import visible
 from fledge.ops.trees import accept_own
@@ -110,6 +111,29 @@ def steps() -> Figure:
     return figure
 
 
+def block() -> Figure:
+    """What the rows of two blocks see in a packed row of two documents, by `block_attention`: equal scores and a value
+    for each key show the keys that have a weight."""
+    anchors, starts, T, Q = [3, 8], [0, 6], 12, 4
+    start_N, end_N = torch.tensor(starts), torch.tensor(anchors)
+    value_NQ1d = torch.eye(T + Q)[T:].expand(2, Q, T + Q)[:, :, None]
+    context_T1d = torch.eye(T + Q)[:T, None]
+    nothing = torch.zeros(2, Q, 1, T + Q)
+    figure, all_axes = plt.subplots(1, 2, figsize=(9.2, 2.9))
+    for causal, axes in zip((False, True), all_axes, strict=True):
+        keys = torch.zeros_like(context_T1d)
+        weight_NQ1d = block_attention(nothing, nothing, value_NQ1d, keys, context_T1d, start_N, end_N, causal=causal)
+        for n, q, _, key in weight_NQ1d.nonzero().tolist():
+            _cell(axes, key + 0.5 * (key >= T), n * Q + q, DRAFT if key >= T else TARGET)
+        _grid(axes, T + Q + 0.5, 2 * Q)
+        axes.set_title("each row sees the rows up to itself" if causal else "each row sees all rows", fontsize=10)
+        rows = [f"{a}" if q == 0 else f"mask {a + q}" for a in anchors for q in range(Q)]
+        axes.set_yticks(range(2 * Q), [] if causal else rows, fontsize=9)
+        axes.set_xticks([*range(T), *(T + 0.5 + q for q in range(Q))], [*range(T), *(f"r{q}" for q in range(Q))])
+        axes.tick_params(colors=TEXT, labelsize=8.5, pad=1)
+    return figure
+
+
 def round_of_decoding() -> Figure:
     """A round: a chain is drafted, the target's choices are compared with it (`accept_own`), and tokens are
     committed."""
@@ -178,7 +202,7 @@ def _grid(axes: Axes, width: float, height: int) -> None:
         side.set_color(LINE)
 
 
-PICTURES = {"chain": chain, "tree": tree, "steps": steps, "round": round_of_decoding}
+PICTURES = {"chain": chain, "tree": tree, "steps": steps, "block": block, "round": round_of_decoding}
 
 
 def main(directory: Path) -> None:

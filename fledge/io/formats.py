@@ -58,7 +58,10 @@ def from_engine(ids: Iterable[int], engine: str) -> list[int]:
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # the engines' names of the mask token's id
 
 # speculators_model_type: the architecture in the flat layout, from which `config_from_hf` knows the method
-ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel"}
+ARCHITECTURES = {
+    "eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3", "peagle": "PEagleDraftModel",
+    "dflash": "DFlashDraftModel",
+}  # fmt: skip
 CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # speculators' model classes
 LAYER_TYPES = ("llama", "qwen3")
 DRAFT_FIELDS = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
@@ -72,6 +75,11 @@ SPECULATORS = {  # fields that only speculators' format has, and shared fields t
     "layernorms": FLAG,
     "fusion_bias": FLAG,
     "norm_before_residual": FLAG,
+    "block_size": BLOCK,
+    "aux_hidden_state_layer_ids": list_of(integer(0, 4096), 64),
+    "mask_token_id": TOKEN,
+    "projector_type": TEXT,
+    **dict.fromkeys(("sliding_window_non_causal", "sample_from_anchor", "shift_label"), FLAG),
 }
 SPECULATORS_CONFIG = {"verifier": OBJECT, "proposal_methods": list_of(OBJECT, 64)}
 PROPOSAL = {"speculative_tokens": integer(1, 64)}
@@ -114,6 +122,7 @@ def from_speculators(hf: dict[str, Any]) -> dict[str, Any]:
     copied = (*DRAFT_FIELDS, *NORM_FIELDS, "quantization_config", *(MASK_FIELDS if kind == "peagle" else ()))
     flat = {name: value for name, value in layer.items() if name != "architectures"}
     flat |= {name: hf[name] for name in copied if name in hf}
+    flat |= _block_of_speculators(top, Fields(layer, CONFIG)) if kind == "dflash" else {}
     if kind == "eagle":
         if top.get("layernorms"):
             raise ValueError("an EAGLE-1 draft with layernorms (HASS), which fledge does not support")
@@ -130,7 +139,34 @@ def from_speculators(hf: dict[str, Any]) -> dict[str, Any]:
     if "fledge" not in top and (methods := how.get("proposal_methods")):
         tokens = Fields(methods[0], PROPOSAL, "proposal_methods").get("speculative_tokens")
         own = own | ({"depth": tokens} if tokens else {})
-    return flat | {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
+    flat |= {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
+    return from_dflash(flat) if kind == "dflash" else flat
+
+
+def _block_of_speculators(top: Fields, layer: Fields) -> dict[str, Any]:
+    """The fields of DFlash's layout for a block in speculators' format, where layers with a sliding window are causal
+    unless the config says otherwise, and others are not. Raises ValueError for blocks that fledge does not have."""
+    others = {
+        "sample_from_anchor": "a token for the anchor's row too, as DSpark's drafts have",
+        "shift_label": "labels of the next row, as Domino's drafts have",
+    }
+    for name, what in others.items():
+        if top.get(name, False):
+            raise ValueError(f"{name} is true: {what}, which fledge does not support")
+    if top.get("projector_type", "dflash") != "dflash":
+        raise ValueError(f"projector_type is {format_value(top.get('projector_type'))}; fledge reads dflash")
+    kinds = layer.get("layer_types", [])[: layer.get("num_hidden_layers", 1)] or ["full_attention"]
+    causal = {kind == "sliding_attention" and not top.get("sliding_window_non_causal", False) for kind in kinds}
+    if len(causal) > 1:
+        raise ValueError(
+            "layers with a sliding window are causal within a block, and others are not (sliding_window_non_causal is "
+            "false); fledge has blocks whose layers are all of one kind"
+        )
+    if (layers := top.get("aux_hidden_state_layer_ids")) is None:
+        raise ValueError("a DFlash draft without aux_hidden_state_layer_ids; get the file as its trainer wrote it")
+    inside = {"target_layer_ids": to_engine(from_engine(layers, "speculators"), "dflash")}
+    inside |= {"mask_token_id": top.get("mask_token_id")} if "mask_token_id" in top else {}
+    return {"dflash_config": inside, "block_size": top.get("block_size", 8), "is_causal": causal == {True}}
 
 
 # DFlash's layout: that of a Qwen3 model, with the fields of the block under `dflash_config`. The code of DFlash's
