@@ -17,7 +17,7 @@ from fledge.data.documents import Document
 from fledge.drafts.draft import Draft
 from fledge.ops import loss as loss_module
 from fledge.ops.attention_ttt import OwnSteps, document_blocks, ttt_attention, ttt_attention_reference, visible
-from fledge.ops.loss import KINDS, SLOTS_PER_GROUP, LossOptions, Teacher, loss_and_gradients
+from fledge.ops.loss import SLOTS_PER_GROUP, LossOptions, Teacher, loss_and_gradients
 from fledge.ops.training import Fp32Accumulator
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import row_pass as passes_module
@@ -27,7 +27,7 @@ from fledge.train.plan import DropTokens, chunk_slots
 from fledge.train.row_pass import FirstPass, Implementation, Objective, row_pass
 from fledge.types import Packed
 from support.dense import Dense, dense
-from support.losses import assert_same_gradients, gradients, loss_case
+from support.losses import WAYS, assert_same_gradients, gradients, loss_case
 from support.mutations import AlteredDraft, replace_function
 from support.rows import DOCUMENTS, document, layouts, live_by_definition, queries_of, row_of
 from support.targets import features_for, tiny_draft, tiny_target
@@ -373,12 +373,12 @@ def test_blocks_cover_every_query(layout: tuple[list[Document], int], width: int
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 49, 50, 1000])
 @pytest.mark.parametrize("W", [37, 12, 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_is_its_definition(kind: str, W: int, chunk: int | None) -> None:
+@pytest.mark.parametrize(("kind", "temperature"), WAYS)
+def test_loss_is_its_definition(kind: str, temperature: float, W: int, chunk: int | None) -> None:
     """Loss and gradients equal the reference's, for every kind of loss and every chunk size."""
     case = loss_case(W)
-    loss, _ = case(chunk=chunk, kind=kind)
-    expected = case.reference(kind)
+    loss, _ = case(chunk=chunk, kind=kind, temperature=temperature)
+    expected = case.reference(kind, temperature)
     torch.testing.assert_close(loss, expected)
     for a, b in zip(case.gradients(2 * loss), case.gradients(2 * expected), strict=True):
         torch.testing.assert_close(a, b)
@@ -408,6 +408,44 @@ def test_loss_counts(W: int, keep: bool) -> None:
     torch.testing.assert_close(loss, total)
     for a, b in zip(case.gradients(loss), case.gradients(total), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("W", [37, 12])
+def test_hard_labels_are_cross_entropy(W: int) -> None:
+    """Slots whose label is in the draft's vocabulary are scored, whatever the teacher says and whether other losses
+    would keep the slots out of the vocabulary; hits and α are the teacher's."""
+    case = loss_case(W)
+    _, soft = case()
+    for keep in (False, True):
+        loss, scores = case(kind="hard", chunk=8, keep_out_of_vocab=keep)
+        total, seen = torch.zeros((), dtype=torch.float64), 0
+        for k, (h, r) in enumerate(zip(case.hidden, case.rows, strict=True)):
+            places = {int(word): i for i, word in enumerate(case.ids)}
+            losses = [
+                -(h[i] @ case.head.T).log_softmax(-1)[places[label]] if label in places else 0.0 * h[i].sum()
+                for i, label in enumerate(case.labels[r].tolist())
+            ]
+            seen += (scored := sum(label in places for label in case.labels[r].tolist()))
+            assert scores.scored_K[k] == scored
+            total = total + case.weights[k] * sum(losses)
+            expected = torch.stack(losses).detach() if losses else torch.zeros(0, dtype=torch.float64)
+            torch.testing.assert_close(scores.losses[k], expected)
+        assert seen > 0 and (seen < sum(r.numel() for r in case.rows)) == (W < 37)
+        torch.testing.assert_close(loss, total)
+        torch.testing.assert_close(scores.accept_K, soft.accept_K)
+        assert all(torch.equal(a, b) for a, b in zip(scores.hits, soft.hits, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_temperature_leaves_the_metrics(temperature: float) -> None:
+    """At a temperature, the loss is another, and hits, α and scored slots are the same."""
+    case = loss_case(12)
+    (loss, scores), (other, plain) = case(kind="kl", temperature=temperature), case(kind="kl")
+    assert abs(loss - other).item() > 0.1
+    torch.testing.assert_close(scores.accept_K, plain.accept_K)
+    torch.testing.assert_close(torch.cat(scores.accepts), torch.cat(plain.accepts))
+    assert torch.equal(scores.scored_K, plain.scored_K)
+    assert all(torch.equal(a, b) for a, b in zip(scores.hits, plain.hits, strict=True))
 
 
 def test_loss_in_16_bits() -> None:
@@ -463,8 +501,8 @@ def test_loss_needs_no_gradient() -> None:
 
 
 def score_everything(tile_loss: Any, *given: Any) -> None:
-    *others, _keep_out_of_vocab, sums = given
-    tile_loss(*others, True, sums)
+    *others, options, sums = given
+    tile_loss(*others, replace(options, keep_out_of_vocab=True), sums)
 
 
 def leave_weights_out(tile_loss: Any, z: Tensor, teacher: Tensor, tile: Any, weight_S: Tensor, *others: Any) -> None:

@@ -1,8 +1,8 @@
-"""Soft-target losses between draft and target, without materializing the logits of all slots.
+"""Losses between draft and target, without materializing the logits of all slots.
 
 Notation, for one slot of one TTT step: h is the head's input (the draft's normed output), W the weight of the draft's
-head, p the target's distribution over its vocabulary V, and p' that distribution restricted to the draft's vocabulary
-and renormalised.
+head, p the target's distribution over its vocabulary V, p' that distribution restricted to the draft's vocabulary
+and renormalised, and y the slot's label, the token that the text has at the place of the drafted token.
 
     z = W h,   q = softmax(z),   α = Σ_w min(p_w, q_w)
 
@@ -10,11 +10,16 @@ and renormalised.
     kl        Σ_w p'_w log(p'_w / q_w)              dz = q - p'
     accept    -log α                                dz = -q ([q < p] - c) / α,   c = Σ_w q_w [q_w < p_w]
     mixed     λ kl + (1 - λ)(1 - α)                 dz = λ (q - p') - (1 - λ) q ([q < p] - c)
+    hard      -log q_y                              dz_w = q_w - [w = y]
 
 where λ = exp(-3 α) is treated as a constant, [..] is 1 if its condition holds and else 0, and α is clamped to at least
-1e-6. Sums over w run over the draft's vocabulary. As in Liger's fused cross entropy for hard labels, gradients are
-computed in the forward pass, tile by tile: a tile of teacher logits is computed once and used by all K steps, dW is
-accumulated in float32, and only dW and dh outlive a few tiles.
+1e-6. Sums over w run over the draft's vocabulary. At a temperature T, ce and kl are T² times the loss between
+softmax(z / T) and p' at this temperature (Hinton et al. 2015, arXiv:1503.02531), so that dz = T (q_T - p'_T); α and
+hits are those of temperature 1 with every loss.
+
+As in Liger's fused cross entropy for hard labels, gradients are computed in the forward pass, tile by tile: a tile of
+teacher logits is computed once and used by all K steps, dW is accumulated in float32, and only dW and dh outlive a few
+tiles.
 """
 
 from __future__ import annotations
@@ -31,42 +36,48 @@ from torch import Tensor
 from fledge.ops.device import at_least_float32, to_device
 from fledge.ops.training import Fp32Accumulator, padded_rows
 
-KINDS = ("ce", "kl", "accept", "mixed")
+KINDS = ("ce", "kl", "accept", "mixed", "hard")
+WITH_TEMPERATURE = ("ce", "kl")  # kinds of loss that may have a temperature other than 1
 # The default number of logits in a chunk: teacher logits and the slots' draft logits ("eager" holds copies of both). On
 # a CPU, a chunk has at most CPU_CACHED_LOGITS teacher logits, to fit the caches, if at least 64 rows remain.
 CHUNK_LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
 CPU_CACHED_LOGITS = 1 << 19
 SLOTS_PER_GROUP = 2048  # minimum number of slots per GEMM of the head's gradient
 MIN_ALPHA = 1e-6  # lower bound of α in -log α
+DPACE_SMOOTHING = 0.5  # of D-PACE's confidences, as in the paper's experiments (section 4)
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The soft targets of the loss.
+    """The targets of the loss.
 
     `logits(slice)` computes the target's logits [n, V] for a slice of P teacher rows. `rows` are the teacher rows of
     each step's slots: K ascending int64 CPU tensors [S_k]. `ids_W` is the target id of each draft id, and `vocab_size`
-    is V.
+    is V. `label_P` are the target ids of the tokens that follow in the text, int64 on the CPU; only hard labels need
+    them.
     """
 
     logits: Callable[[slice], Tensor]
     rows: Sequence[Tensor]
     ids_W: Tensor
     vocab_size: int
+    label_P: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LossOptions:
     """Options of the loss.
 
-    `kind` is one of KINDS. A slot is scored (contributes to the loss) if the teacher's argmax is in the draft's
-    vocabulary, or always with `keep_out_of_vocab`; a slot that is not scored counts as a miss. `chunk` is the number of
-    teacher rows computed at a time; None chooses it by CHUNK_LOGITS and CPU_CACHED_LOGITS. `impl` is "eager" or
-    "triton", which needs a GPU or Triton's interpreter.
+    `kind` is one of KINDS, and `temperature` that of the kinds WITH_TEMPERATURE. A slot is scored (contributes to the
+    loss) if the teacher's argmax is in the draft's vocabulary, or always with `keep_out_of_vocab`; a slot that is not
+    scored counts as a miss. With hard labels, a slot is scored if its label is in the draft's vocabulary. `chunk` is
+    the number of teacher rows computed at a time; None chooses it by CHUNK_LOGITS and CPU_CACHED_LOGITS. `impl` is
+    "eager" or "triton", which needs a GPU or Triton's interpreter.
     """
 
     kind: str = "ce"
     keep_out_of_vocab: bool = False
+    temperature: float = 1.0
     chunk: int | None = None
     impl: str = "eager"
 
@@ -84,13 +95,15 @@ class Scores:
 
     `loss_K` is the sum of the unweighted losses of the scored slots, and `accept_K` the sum of α, both [K] and at least
     float32. `scored_K` is the number of scored slots, int64 [K]. `hits` are bool [S_k]: whether the draft's argmax is
-    the teacher's.
+    the teacher's. `losses` and `accepts` are the unweighted loss (0 if not scored) and α of each slot, [S_k].
     """
 
     loss_K: Tensor
     accept_K: Tensor
     scored_K: Tensor
     hits: list[Tensor]
+    losses: list[Tensor]
+    accepts: list[Tensor]
 
 
 class LossResult(NamedTuple):
@@ -127,7 +140,11 @@ def loss_and_gradients(
         part.fill_(weight)
     draft_id_V = teacher.ids_W.new_full((teacher.vocab_size,), -1)  # -1: not in the draft's vocabulary
     draft_id_V[teacher.ids_W] = torch.arange(teacher.ids_W.numel(), device=teacher.ids_W.device)
-    given = weight_S, teacher.ids_W, draft_id_V, options.kind, options.keep_out_of_vocab, sums
+    label_S = draft_id_V.new_empty(0)
+    if options.kind == "hard":
+        assert teacher.label_P is not None, "hard labels were not given"
+        label_S = draft_id_V[to_device([teacher.label_P[torch.cat(list(teacher.rows))]], draft_id_V.device)[0]]
+    given = weight_S, label_S, teacher.ids_W, draft_id_V, options, sums
     compute = tile_loss
     if options.impl == "triton":
         from fledge.ops.loss_triton import tile_loss_triton
@@ -142,10 +159,12 @@ def loss_and_gradients(
         rows = sum(tile.place_M.numel() for tile in group)
         padding = padded_rows(rows) - rows if options.impl == "triton" else 0
         _group_loss(group, head_inputs, head_WE, loss_of_tile, dhead_inputs, head_sum, padding)
-    loss_K, accept_K = (torch.stack([p.sum() for p in x.split(counts)]) for x in (sums.loss_S, sums.accept_S))
-    scored_K = torch.stack([p.sum() for p in sums.scored_S.split(counts)])
+    losses, accepts, scored, hits = (
+        list(x.split(counts)) for x in (sums.loss_S, sums.accept_S, sums.scored_S, sums.hit_S)
+    )
+    loss_K, accept_K, scored_K = (torch.stack([p.sum() for p in parts]) for parts in (losses, accepts, scored))
     loss = sum(part * weight for part, weight in zip(loss_K.unbind(), weights, strict=True))
-    return LossResult(loss, Scores(loss_K, accept_K, scored_K, list(sums.hit_S.split(counts))), dhead_inputs)
+    return LossResult(loss, Scores(loss_K, accept_K, scored_K, hits, losses, accepts), dhead_inputs)
 
 
 def _group_loss(
@@ -232,20 +251,29 @@ def group_tiles(tiles: Iterator[Tile]) -> Iterator[list[Tile]]:
 
 
 def tile_loss(
-    z_MW: Tensor, teacher_NV: Tensor, tile: Tile, weight_S: Tensor, ids_W: Tensor, draft_id_V: Tensor, kind: str,
-    keep_out_of_vocab: bool, sums: SlotSums,
+    z_MW: Tensor, teacher_NV: Tensor, tile: Tile, weight_S: Tensor, label_S: Tensor, ids_W: Tensor, draft_id_V: Tensor,
+    options: LossOptions, sums: SlotSums,
 ) -> None:  # fmt: skip
     """The loss of M slots with draft logits `z_MW` against N rows of teacher logits.
 
     Overwrites `z_MW` by its gradient, multiplied by the slots' weights, and writes the results to `sums` at the slots'
-    places. `weight_S` are the weights of all slots. `draft_id_V` maps each target id to its draft id, and to -1 outside
-    the draft's vocabulary.
+    places. `weight_S` are the weights of all slots, and `label_S` the draft ids of all labels, which only hard labels
+    need. `draft_id_V` maps each target id to its draft id, and to -1 outside the draft's vocabulary.
     """
-    teacher = _TeacherTile(teacher_NV, ids_W, draft_id_V)
+    teacher, T = _TeacherTile(teacher_NV, ids_W, draft_id_V, options.temperature), options.temperature
     z = at_least_float32(z_MW)
     p, mass, top = teacher.p_NW[tile.row_M], teacher.mass_N[tile.row_M, None], teacher.top_N[tile.row_M]
-    scored = (top >= 0) | keep_out_of_vocab
-    loss, dz, alpha = _row_loss(z.log_softmax(-1), p, mass, kind)
+    scored = (top >= 0) | options.keep_out_of_vocab
+    if options.kind == "hard":
+        label = label_S[tile.place_M]
+        scored = label >= 0
+        loss, dz, alpha = _hard_loss(z.log_softmax(-1), p, mass, label)
+    elif T == 1:
+        loss, dz, alpha = _row_loss(z.log_softmax(-1), p, mass, options.kind)
+    else:
+        alpha = torch.minimum(z.softmax(-1), p * mass).sum(-1)
+        loss, dz, _ = _row_loss((z / T).log_softmax(-1), teacher.soft_NW[tile.row_M], mass, options.kind)
+        loss, dz = loss * T**2, dz * T
     sums.hit_S[tile.place_M] = z.argmax(-1) == top
     sums.scored_S[tile.place_M] = scored
     sums.loss_S[tile.place_M] = torch.where(scored, loss, 0)
@@ -275,14 +303,23 @@ def _row_loss(logq: Tensor, p: Tensor, mass: Tensor, kind: str) -> tuple[Tensor,
     return lam * kl + (1 - lam) * (1 - alpha), lam[:, None] * (q - p) - (1 - lam)[:, None] * dalpha, alpha
 
 
+def _hard_loss(logq: Tensor, p: Tensor, mass: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `_row_loss` for hard labels, draft ids [M]. The results have no meaning where the label is -1, of
+    slots that are not scored."""
+    q, at = logq.exp(), label.clamp_min(0)[:, None]
+    alpha = torch.minimum(q, p * mass).sum(-1)
+    return -logq.gather(-1, at).squeeze(-1), q.scatter_add_(-1, at, torch.full_like(q[:, :1], -1)), alpha
+
+
 class _TeacherTile:
     """The teacher's distributions for N rows of logits.
 
-    `p_NW` is p', renormalised over the draft's vocabulary. `mass_N` is the probability of the draft's vocabulary.
-    `top_N` is the argmax over the target's vocabulary as a draft id, or -1 if it is not in the draft's vocabulary.
+    `p_NW` is p', renormalised over the draft's vocabulary, and `soft_NW` is p' at the temperature T. `mass_N` is the
+    probability of the draft's vocabulary. `top_N` is the argmax over the target's vocabulary as a draft id, or -1 if it
+    is not in the draft's vocabulary.
     """
 
-    def __init__(self, logits_NV: Tensor, ids_W: Tensor, draft_id_V: Tensor):
+    def __init__(self, logits_NV: Tensor, ids_W: Tensor, draft_id_V: Tensor, T: float = 1.0):
         top = logits_NV.argmax(-1)
         self.top_N = draft_id_V[top]
         logits_NV = at_least_float32(logits_NV)
@@ -290,30 +327,58 @@ class _TeacherTile:
         lse = logits_NW.logsumexp(-1)
         self.mass_N = (lse - logits_NV.logsumexp(-1)).exp()
         self.p_NW = (logits_NW - lse[:, None]).exp()
+        self.soft_NW = self.p_NW if T == 1 else (logits_NW / T).softmax(-1)
 
 
-def soft_target_loss_reference(
+def dpace_weights(
+    confidences: Sequence[Tensor], blocks: Sequence[Tensor], smoothing: float = DPACE_SMOOTHING
+) -> list[Tensor]:
+    """D-PACE's weight of each slot of each step, [S_k] (Wu et al. 2026, arXiv:2605.18810, equations 7 and 8).
+
+    `confidences` are q, the probabilities that the slots' tokens are accepted, [S_k]. `blocks` are the numbers of the
+    slots' blocks, int64 [S_k], ascending. Each of N = S_0 blocks has a slot at every step up to its last.
+
+        w_j = Σ_{m >= j} Π_{i <= m} q̃_i,   q̃ = (1 - a) q + a,   a = `smoothing`
+
+    where i and m are steps at which the block has a slot. Π_{i <= m} q_i is the probability that the first m tokens
+    are accepted; so without smoothing, w_j is the gradient of the expected number of accepted tokens with respect to
+    log q_j.
+    """
+    smoothed_NK = confidences[0].new_zeros(confidences[0].numel(), len(confidences))  # 0 where a block has ended
+    for k, (q, block) in enumerate(zip(confidences, blocks, strict=True)):
+        smoothed_NK[block, k] = (1 - smoothing) * q + smoothing
+    weight_NK = smoothed_NK.cumprod(1).flip(1).cumsum(1).flip(1)
+    return [weight_NK[block, k] for k, block in enumerate(blocks)]
+
+
+def loss_reference(
     hidden: list[Tensor], head_WE: Tensor, rows: list[Tensor], teacher_PV: Tensor, ids_W: Tensor,
-    weights: list[float], kind: str = "ce",
+    weights: list[float], kind: str = "ce", label_P: Tensor | None = None, temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The definition of the loss: materializes all logits and leaves the gradient to autograd.
 
-    `teacher_PV` are the teacher's logits; the other arguments are as in `loss_and_gradients`. Slots whose teacher
-    argmax is not in the draft's vocabulary are not scored.
+    `teacher_PV` are the teacher's logits; the other arguments are as in `loss_and_gradients`, `Teacher` and
+    `LossOptions`. Slots whose teacher argmax, or whose hard label, is not in the draft's vocabulary are not scored.
     """
-    total = head_WE.new_zeros(())
-    out_of_vocab = ~torch.isin(teacher_PV.argmax(-1), ids_W)
+    total, T = head_WE.new_zeros(()), temperature
+    target_P = teacher_PV.argmax(-1) if label_P is None or kind != "hard" else label_P.to(teacher_PV.device)
+    scored_P = torch.isin(target_P, ids_W)
     for h, r, weight in zip(hidden, rows, weights, strict=True):
-        logq = (h @ head_WE.T).log_softmax(-1)
-        p = teacher_PV[r][:, ids_W].softmax(-1)
-        alpha = torch.minimum(teacher_PV[r].softmax(-1)[:, ids_W], logq.exp()).sum(-1)
+        z = h @ head_WE.T
+        if kind == "hard":
+            known = scored_P[r]
+            label = (target_P[r][known, None] == ids_W).long().argmax(-1)
+            total = total + weight * torch.nn.functional.cross_entropy(z[known], label, reduction="sum")
+            continue
+        logq, taught = (z / T).log_softmax(-1), teacher_PV[r][:, ids_W] / T
+        p, alpha = taught.softmax(-1), torch.minimum(teacher_PV[r].softmax(-1)[:, ids_W], z.softmax(-1)).sum(-1)
         kl = (p * (p.log() - logq)).sum(-1)
         lam = torch.exp(-3 * alpha.detach())
         loss = {
-            "ce": -(p * logq).sum(-1),
-            "kl": kl,
+            "ce": -(p * logq).sum(-1) * T**2,
+            "kl": kl * T**2,
             "accept": -alpha.clamp_min(MIN_ALPHA).log(),
             "mixed": lam * kl + (1 - lam) * (1 - alpha),
         }[kind]
-        total = total + weight * loss[~out_of_vocab[r]].sum()
+        total = total + weight * loss[scored_P[r]].sum()
     return total

@@ -220,7 +220,8 @@ def _training_facts(
     """The rows of the card's table on training, apart from the step and the data."""
     lengths, objective = lengths_of(rows.documents), recipe.objective
     loss = f"{code(objective.loss)} over {objective.depth} drafted token{'s' * (objective.depth > 1)}"
-    loss += f", γ {objective.gamma:g}" if objective.gamma != 1 else ""
+    loss += f", temperature {objective.temperature:g}" if objective.temperature != 1 else ""
+    loss += ", D-PACE" if objective.dpace else f", γ {objective.gamma:g}" if objective.gamma != 1 else ""
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "transformers"))
     commit = f" ({machine['commit']})" if machine["commit"] else ""
     facts = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fledge.drafts.draft import Draft
 from fledge.ops.device import at_least_float32, to_device
-from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients
+from fledge.ops.loss import LossOptions, Scores, Teacher, dpace_weights, loss_and_gradients
 from fledge.train.row_pass import Chunk, Implementation, Objective, row_pass
 from fledge.types import Features, Packed
 
@@ -23,11 +23,11 @@ from fledge.types import Features, Packed
 class RowSums:
     """The loss and metrics of one row as sums, so that rows and ranks can be added before any division.
 
-    `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar. The [K] tensors hold one value per TTT step: the numbers of
-    trained slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots hit at this and all earlier
-    steps, and the sum of the acceptance rates α (float32). supervised is the number of slots that are live at step 0,
-    trained or not. simulated is (tokens committed, rounds) of a decoding simulated on the row, as if its text were the
-    target's output.
+    `loss` is Σ_k γ^k Σ_scored loss, a float32 scalar, or with D-PACE Σ_k Σ_scored loss. The [K] tensors hold one value
+    per TTT step: the numbers of trained slots, of scored slots, of hits (draft argmax = teacher argmax) and of slots
+    hit at this and all earlier steps, and the sum of the acceptance rates α (float32). supervised is the number of
+    slots that are live at step 0, trained or not. simulated is (tokens committed, rounds) of a decoding simulated on
+    the row, as if its text were the target's output.
     """
 
     loss: Tensor
@@ -86,7 +86,8 @@ def ttt_queued(
 ) -> RowResult:  # fmt: skip
     """Forward and backward pass of a packed row, without synchronizing the device.
 
-    The gradients of the loss, a sum over slots, are added to the parameters' `.grad` if gradients are enabled. The row
+    The gradients of the loss, a sum over slots (with D-PACE, a weighted sum), are added to the parameters' `.grad` if
+    gradients are enabled. The row
     is on the CPU; features and draft may be on any devices. `teacher` maps final hidden states [n, D] to the target's
     logits [n, V]; the teacher of slot t at step k is the target's distribution after x_{t+1+k}. `key` is the seed of
     the feature noise and of the dropped slots. A row without live slots gives zeros.
@@ -107,19 +108,47 @@ def _train_chunk(
     """The loss and backward pass of a chunk. Returns the loss and the scores."""
     draft, gradients = chunk.row_pass.draft, chunk.row_pass.gradients
     states_PD = features.last_TD.index_select(0, *to_device([chunk.needed_P], features.last_TD.device))
-    soft_targets = Teacher(
-        lambda rows: teacher(states_PD[rows]), chunk.rows, draft.target_ids(), draft.config.vocab_size
+    targets = Teacher(
+        lambda rows: teacher(states_PD[rows]), chunk.rows, draft.target_ids(), draft.config.vocab_size,
+        labels(chunk.row_pass.row, chunk.needed_P),
+    )  # fmt: skip
+    options = LossOptions(
+        objective.loss, objective.keep_out_of_vocab, objective.temperature, implementation.chunk, implementation.loss
     )
-    options = LossOptions(objective.loss, objective.keep_out_of_vocab, implementation.chunk, implementation.loss)
     loss, scores, dhead_inputs = loss_and_gradients(
-        chunk.head_inputs, draft.head, soft_targets, objective.weights(draft.family), options,
+        chunk.head_inputs, draft.head, targets, objective.weights(draft.family), options,
         head_sum=gradients.head_sum if gradients else None, gradients=gradients is not None,
     )  # fmt: skip
+    if objective.dpace and dhead_inputs:
+        assert not draft.head.requires_grad, "D-PACE weights the gradient of the head's input alone"
+        weigh_by_confidence(dhead_inputs, chunk.slots, scores, hard=objective.loss == "hard")
     if draft.family.regression:
         loss = loss + _regression(chunk.head_inputs[0], states_PD, chunk.rows[0], dhead_inputs)
     if gradients:
         chunk.backward(dhead_inputs)
     return loss, scores
+
+
+def labels(row: Packed, needed_P: Tensor) -> Tensor:
+    """The hard label of each teacher row, int64 [P]: the next token of the row. The teacher of slot t at step k is the
+    target's distribution after x_{t+1+k}, so the label is x_{t+2+k}, which is a token of the answer, since the slot is
+    live (`Packed.live`)."""
+    return row.token_T[needed_P + 1].long()
+
+
+def weigh_by_confidence(dhead_inputs: list[Tensor], slots: Sequence[Tensor], scores: Scores, *, hard: bool) -> None:
+    """Multiplies the gradient of each slot's head input by D-PACE's weight of the slot (`dpace_weights`).
+
+    The loss was computed with equal weights, and its gradient is linear in the weights. Each slot of `slots[0]` begins
+    a block. The probability that a slot's token is accepted is exp(-loss) with `hard` labels, as in D-PACE's paper, and
+    otherwise α: with soft labels, exp(-loss) would be small where the target itself is unsure. All slots are scored,
+    since a method with D-PACE drafts over the target's whole vocabulary.
+    """
+    confidences = [loss.neg().exp() for loss in scores.losses] if hard else scores.accepts
+    blocks = to_device([torch.searchsorted(slots[0], t) for t in slots], confidences[0].device)
+    for dh, weight in zip(dhead_inputs, dpace_weights(confidences, blocks), strict=True):
+        of_slots = dh[: weight.numel()]  # rows beyond are padding
+        of_slots.copy_(of_slots * weight[:, None])
 
 
 def _regression(out_PE: Tensor, states_PD: Tensor, rows_S: Tensor, dhead_inputs: list[Tensor]) -> Tensor:

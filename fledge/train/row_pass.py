@@ -51,7 +51,9 @@ class Objective:
     """The training objective.
 
     `depth` is the number K of TTT steps (EAGLE-1: 1), and step k has weight gamma^k. `loss` is one of
-    `ops.loss.KINDS`. `keep_out_of_vocab` also scores slots whose teacher argmax is outside the draft's vocabulary.
+    `ops.loss.KINDS`, and `temperature` that of the losses ce and kl. `dpace` weights each slot's gradient by the
+    draft's confidence in the block up to the slot (D-PACE) instead of gamma^k, for block drafts whose head is the
+    target's. `keep_out_of_vocab` also scores slots whose teacher argmax is outside the draft's vocabulary.
     `feature_noise` is the scale of EAGLE-1's uniform noise on the input features (EAGLE, section 3.2; 0: none). `drop`
     samples the slots trained at each step (None: all live slots).
     """
@@ -59,13 +61,26 @@ class Objective:
     depth: int = 5
     gamma: float = 0.8
     loss: str = "ce"
+    temperature: float = 1.0
+    dpace: bool = False
     keep_out_of_vocab: bool = False
     feature_noise: float = 0.0
     drop: DropTokens | DrawAnchors | None = None
 
+    def discounts(self) -> list[float]:
+        """The weight of each of the K steps in the mean of the losses. D-PACE's weights are not in it: they grow as the
+        draft improves, so that a mean with them could rise meanwhile."""
+        return [1.0 if self.dpace else self.gamma**k for k in range(self.depth)]
+
     def weights(self, method: Method) -> list[float]:
         """The weight of the distillation loss at each of the K steps."""
-        return [method.cross_entropy * self.gamma**k for k in range(self.depth)]
+        return [method.cross_entropy * discount for discount in self.discounts()]
+
+    def divisors(self) -> list[float]:
+        """For each of the K steps, what a scored slot adds to the number that an optimizer step's gradient is divided
+        by: its weight, or with D-PACE 1 for each block. Divided by the sum of D-PACE's weights, the gradient would no
+        longer be that of the expected number of accepted tokens of a block."""
+        return [float(k == 0) for k in range(self.depth)] if self.dpace else self.discounts()
 
 
 class RowPass:

@@ -248,7 +248,8 @@ def optimizer_step(run: Run, upcoming: Iterator[tuple[Packed, Features]]) -> Ste
     """One optimizer step over the next `rows_per_step` rows; advances the progress. `upcoming` yields this rank's rows
     with features.
 
-    The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks. Raises FloatingPointError,
+    The gradient is Σ_k γ^k Σ_scored ∇loss / Σ_k γ^k scored_k, over all rows of all ranks; with D-PACE, each slot has a
+    weight of its own in the first sum, and the divisor is the number of blocks. Raises FloatingPointError,
     with the likely causes, if the gradient's norm is not finite; the draft must not be saved then. Raises RankError if
     another rank fails, ends or does not answer.
     """
@@ -282,12 +283,11 @@ def optimizer_step(run: Run, upcoming: Iterator[tuple[Packed, Features]]) -> Ste
     for _ in range(schedule.rows_per_step):
         tokens += run.rows.tokens(progress.address)
         progress.address = run.rows.next(progress.address)
-    discounts = torch.tensor([objective.gamma**k for k in range(objective.depth)], dtype=torch.float64)
-    discounts = to_device([discounts], draft.device)[0]
+    divisors = to_device([torch.tensor(objective.divisors(), dtype=torch.float64)], draft.device)[0]
     lr = learning_rate(progress.step, schedule.steps, schedule.lr, max(1, round(schedule.warmup * schedule.steps)))
     with ranks.collective(where):
-        scored = ranks.sum(sum(((r.scored_K() * discounts).sum() for r in results), torch.zeros_like(discounts[0])))
-        norm = run.optimizer.step(lr, 1.0 / scored.clamp_min(1e-9), schedule.clip)
+        divisor = ranks.sum(sum(((r.scored_K() * divisors).sum() for r in results), torch.zeros_like(divisors[0])))
+        norm = run.optimizer.step(lr, 1.0 / divisor.clamp_min(1e-9), schedule.clip)
         sums = functools.reduce(operator.add, [r.to_host() for r in results], RowSums.zero(objective.depth))
         if ranks.size > 1:
             sums = RowSums.unpacked(ranks.sum(sums.packed()))
@@ -323,7 +323,7 @@ def _causes(run: Run) -> str:
 def _metrics(sums: RowSums, objective: Objective) -> dict[str, Any]:
     """The metrics of a step's rows: loss, simulated τ, and lists with a number for each draft step."""
     live = sums.live_K.clamp_min(1)
-    scored = sum(objective.gamma**k * n for k, n in enumerate(sums.scored_K.tolist()))
+    scored = sum(weight * n for weight, n in zip(objective.discounts(), sums.scored_K.tolist(), strict=True))
     committed, rounds = sums.simulated
     tau = {"tau": committed / max(rounds, 1)}
     if objective.drop:

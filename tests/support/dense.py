@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fledge.drafts.draft import Draft
 from fledge.ops.attention_ttt import ttt_attention_reference
-from fledge.ops.loss import soft_target_loss_reference
+from fledge.ops.loss import loss_reference
 from fledge.types import Features, Packed
 from support.rows import queries_of
 
@@ -18,17 +18,19 @@ from support.rows import queries_of
 @dataclass
 class Dense:
     """Results of the dense definition: the loss and, for each step, the live slots, the draft's logits [S_k, W] and the
-    teacher's logits [S_k, V]. `ids` are the target's ids of the draft's tokens."""
+    teacher's logits [S_k, V]. `ids` are the target's ids of the draft's tokens. `tops` are the tokens [S_k] that have
+    to be among `ids` for a slot to be scored: the teacher's first choices, or hard labels."""
 
     loss: Tensor
     live: list[Tensor]
     logits: list[Tensor]
     taught: list[Tensor]
     ids: Tensor
+    tops: list[Tensor]
 
     def scored(self) -> list[int]:
-        """The number of slots per step whose teacher's first choice is in the draft's vocabulary."""
-        return [int(torch.isin(taught.argmax(-1), self.ids).sum()) for taught in self.taught]
+        """The number of slots per step whose teacher's first choice, or hard label, is in the draft's vocabulary."""
+        return [int(torch.isin(tops, self.ids).sum()) for tops in self.tops]
 
     def hits(self) -> list[Tensor]:
         """For each step and slot, whether the draft's first choice is the teacher's first choice."""
@@ -74,10 +76,10 @@ def dense(
     live = keep([torch.tensor([t for t in range(T) if is_live(row, t, k)], dtype=torch.int64) for k in range(steps)])
     read = [o[t] for o, t in zip(outs, live, strict=True)]
     rows, ids = [t + 1 + k for k, t in enumerate(live)], draft.target_ids()
-    loss = soft_target_loss_reference(
-        read, draft.lm_head.weight, rows, teacher, ids, [gamma**k for k in range(steps)], kind
-    )
-    return Dense(loss, live, [draft.lm_head(x) for x in read], [teacher[r] for r in rows], ids)
+    label = row.token_T.roll(-1).long()  # the token after each token
+    loss = loss_reference(read, draft.lm_head.weight, rows, teacher, ids, [gamma**k for k in range(steps)], kind, label)
+    tops = [(label if kind == "hard" else teacher.argmax(-1))[r] for r in rows]
+    return Dense(loss, live, [draft.lm_head(x) for x in read], [teacher[r] for r in rows], ids, tops)
 
 
 def is_live(row: Packed, t: int, k: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fledge.drafts.draft import Draft
-from fledge.ops.loss import LossOptions, Scores, Teacher, loss_and_gradients, soft_target_loss_reference
+from fledge.ops.loss import KINDS, LossOptions, Scores, Teacher, loss_and_gradients, loss_reference
 from fledge.ops.training import Fp32Accumulator
 
 
@@ -46,6 +46,10 @@ class Made(torch.autograd.Function):
         return None, None, *(g * dloss.to(g.dtype) for g in ctx.saved_tensors)
 
 
+# kinds of loss at temperatures: all kinds at 1, and those that may have another
+WAYS = [*((kind, 1.0) for kind in KINDS), ("ce", 2.0), ("kl", 0.7), ("kl", 3.0)]
+
+
 @dataclass
 class LossCase:
     hidden: list[Tensor]
@@ -54,12 +58,13 @@ class LossCase:
     teacher: Tensor
     ids: Tensor
     weights: list[float]
+    labels: Tensor
 
     def __call__(self, **options) -> tuple[Tensor, Scores]:
         """The loss, differentiable with respect to `hidden` and `head`, and its scores."""
         gradients = torch.is_grad_enabled()
         head_sum = Fp32Accumulator(self.head) if gradients else None
-        teacher = Teacher(lambda s: self.teacher[s], self.rows, self.ids, self.teacher.shape[1])
+        teacher = Teacher(lambda s: self.teacher[s], self.rows, self.ids, self.teacher.shape[1], self.labels)
         loss, scores, dhead_inputs = loss_and_gradients(
             self.hidden, self.head, teacher, self.weights, LossOptions(**options), head_sum=head_sum,
             gradients=gradients,
@@ -68,19 +73,23 @@ class LossCase:
             loss = Made.apply(loss, [head_sum.total().to(self.head.dtype), *dhead_inputs], self.head, *self.hidden)
         return loss, scores
 
-    def reference(self, kind: str = "ce") -> Tensor:
-        return soft_target_loss_reference(self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights, kind)
+    def reference(self, kind: str = "ce", temperature: float = 1.0) -> Tensor:
+        return loss_reference(
+            self.hidden, self.head, self.rows, self.teacher, self.ids, self.weights, kind, self.labels, temperature
+        )
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(loss, [self.head, *self.hidden])
 
 
 def loss_case(W: int, dtype: torch.dtype = torch.float64, V: int = 37, P: int = 50) -> LossCase:
-    """A case of three steps with P teacher rows; the second step has no slots and the third has four."""
+    """A case of three steps with P teacher rows; the second step has no slots and the third has four. Half of the
+    labels are the teacher's likeliest token."""
     g = torch.Generator().manual_seed(W)
     rows = [torch.arange(0, P, 2), torch.arange(0), torch.tensor([1, 2, 30, P - 1])]
     ids = torch.linspace(0, V - 1, W).round().long() if W < V else torch.arange(V)
     hidden = [torch.randn(r.numel(), 11, generator=g).to(dtype).requires_grad_() for r in rows]
     head = torch.randn(W, 11, generator=g).to(dtype).requires_grad_()
     teacher = (3 * torch.randn(P, V, generator=g)).to(dtype)
-    return LossCase(hidden, head, rows, teacher, ids, [1.0, 0.8, 0.64])
+    labels = torch.where(torch.rand(P, generator=g) < 0.5, teacher.argmax(-1), torch.randint(V, (P,), generator=g))
+    return LossCase(hidden, head, rows, teacher, ids, [1.0, 0.8, 0.64], labels)

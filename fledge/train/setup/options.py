@@ -127,12 +127,21 @@ class ObjectiveOptions(Options):
         "one) (default: 5; DFlash: 15; or that of the --init-from draft)", None, minimum=1, maximum=64,
     )  # fmt: skip
     loss: str = opt(
-        "loss function: ce, kl, accept (-log of the acceptance rate α), or mixed (kl while α is low, then 1 - α)", "ce",
-        choices=("ce", "kl", "accept", "mixed"),
+        "loss function: ce, kl, accept (-log of the acceptance rate α), mixed (kl while α is low, then 1 - α), or hard "
+        "(cross-entropy with the text's own tokens instead of the target's distribution)", "ce",
+        choices=("ce", "kl", "accept", "mixed", "hard"),
+    )  # fmt: skip
+    loss_temperature: float = opt(
+        "DFlash: compare the distributions of --loss ce or kl at this temperature, as JetSpec does", 1.0, minimum=0.01,
+        maximum=100,
     )  # fmt: skip
     gamma: float | None = opt(
         "the loss of draft step k is weighted by gamma^k (default: 0.8; P-EAGLE: always 1; DFlash: 0.87 from a depth "
         "of 15 on, 0.82 from 9 on, else 0.78)", None, greater_than=0, maximum=1
+    )  # fmt: skip
+    dpace: bool = opt(
+        "DFlash: weight the tokens of a block by the draft's own confidence in the block up to them (D-PACE), instead "
+        "of --gamma", False
     )  # fmt: skip
     keep_out_of_vocab: bool = opt("also train on slots whose target token is outside the draft vocabulary", False)
     cod_rate: float | None = opt(

@@ -45,7 +45,17 @@ INEFFECTIVE: dict[str, tuple[tuple[str, ...], str]] = {
     "features_from": (
         SERVED_OPTIONS, "with --features-from, as the target runs in vLLM alone; measure τ afterwards with fledge eval;"
     ),
+    "dpace": (("gamma",), "with --dpace, which weights the tokens of a block by the draft's confidence;"),
 }  # fmt: skip
+# by value of --loss, as INEFFECTIVE
+INEFFECTIVE_WITH_LOSS: dict[str, tuple[tuple[str, ...], str]] = {
+    "hard": (
+        ("loss_temperature", "keep_out_of_vocab"),
+        "with --loss hard, whose targets are tokens of the text that are in the draft's vocabulary;",
+    ),
+    "accept": (("loss_temperature",), "with --loss accept, whose α is that of decoding; give --loss kl or ce, or"),
+    "mixed": (("loss_temperature",), "with --loss mixed, whose α is that of decoding; give --loss kl or ce, or"),
+}
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,8 @@ def ineffective_options(values: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for option, (names, why) in INEFFECTIVE.items():
         found |= dict.fromkeys(names, why) if values.get(option) else {}
-    return found
+    names, why = INEFFECTIVE_WITH_LOSS.get(values.get("loss", ""), ((), ""))
+    return found | dict.fromkeys(names, why)
 
 
 def unsupported_options(method: Method) -> dict[str, str]:
@@ -259,6 +270,8 @@ def _objective(options: ObjectiveOptions, method: Method, depth: int) -> Objecti
         depth=method.trained_depth or depth,
         gamma=gamma,
         loss=options.loss,
+        temperature=options.loss_temperature,
+        dpace=options.dpace,
         keep_out_of_vocab=options.keep_out_of_vocab,
         feature_noise=options.feature_noise,
         drop=DrawAnchors(anchors) if anchors else DropTokens(rate, min_rate) if rate < 1 else None,
