@@ -4,6 +4,7 @@ template, with which decoding gives the target's own tokens."""
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fledge.data.spans import training_documents
 from fledge.data.template import ChatTemplate, ModeWarning
 from fledge.drafts.weights import read_draft_config
 from fledge.targets.loading import load_target
+from fledge.train.plan import DrawAnchors
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe import resolve
 from fledge.train.setup.recipe_file import RECIPES, recipe_names, with_config
@@ -57,7 +59,10 @@ TARGETS = {
     "laptop": (lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=True), QWEN3),
     "eagle3": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
     "peagle": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
+    "dflash": (lambda: transformers.Qwen3Config(**SIZES), QWEN3),
+    "jetspec": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
 }
+METHODS = {"peagle": "peagle", "dflash": "dflash", "jetspec": "dflash"}  # of recipes; those of the others are eagle3
 LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=8192,
@@ -152,13 +157,31 @@ def test_every_recipe_has_a_test_and_is_named_in_the_help() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_recipe_is_resolved_as_it_is(name: str) -> None:
-    general = name in ("eagle3", "peagle")  # which name no target and no data
+    general = name in ("eagle3", *METHODS)  # which name no target and no data
     options = complete(name, **dict(target="my/model", data=["chats.jsonl"]) if general else {})
     recipe = resolve(options, imagined=True)
     assert recipe.options.target and recipe.data.sources
     assert recipe.data.modes == (MODES.get(name, {}),)
-    assert recipe.method.name == ("peagle" if name == "peagle" else "eagle3")
+    assert recipe.method.name == METHODS.get(name, "eagle3")
     assert f"--config {name}" in (RECIPES / f"{name}.yaml").read_text()
+
+
+def test_recipes_of_block_drafts_are_those_of_the_papers() -> None:
+    """The papers' losses, weights, learning rates and lengths (arXiv:2602.06036, section 4, and 2606.18394)."""
+    recipes = {
+        name: resolve(complete(name, target="my/model", data=["chats.jsonl"]), imagined=True)
+        for name in ("dflash", "jetspec")
+    }
+    for recipe in recipes.values():
+        options = recipe.options
+        assert (recipe.depth, recipe.layers, recipe.objective.drop) == (15, 5, DrawAnchors(512))
+        assert (options.optimizer, options.epochs, options.clip) == ("adamw", 6, 1.0)
+        assert (options.warmup, options.max_length, options.row_length) == (0.04, 3072, 3072)
+    dflash, jetspec = recipes["dflash"], recipes["jetspec"]
+    assert (dflash.objective.loss, dflash.options.lr, dflash.switches) == ("hard", 6e-4, ())
+    assert dflash.objective.discounts()[7] == pytest.approx(math.exp(-1))
+    assert (jetspec.objective.loss, jetspec.options.lr, jetspec.switches) == ("kl", 3e-4, ("block_causal",))
+    assert jetspec.objective.discounts() == [1.0] * 15
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -167,7 +190,8 @@ def test_a_recipe_trains_a_draft_that_decodes_losslessly(
 ) -> None:
     target, data, run = target_of(name, targets, tmp_path), tiny_chats(tmp_path / "chats.jsonl", 30), tmp_path / "run"
     words = ["--config", name, "--target", target, "--data", data, "--out", run, "--steps", 2, "--eval-every", 0]
-    words += ["--max-length", 96, "--row-length", 192, "--draft-vocab", 200, "--device", "cpu"]
+    words += ["--max-length", 96, "--row-length", 192, "--device", "cpu"]
+    words += [] if METHODS.get(name) == "dflash" else ["--draft-vocab", 200]
     words += ["--dtype", str(DTYPES[name]).removeprefix("torch.")]
     ran = fledge("train", *words)
     assert ran.code == 0, ran.err
