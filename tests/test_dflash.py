@@ -546,12 +546,14 @@ def test_hits_in_training_are_what_decoding_accepts(kind: str, monkeypatch: pyte
 def test_a_window_that_decoding_forgets_is_noticed() -> None:
     target, draft, _ = taught("windows")
     proposer = proposer_of(draft)
-    assert isinstance(proposer, BlockProposer) and proposer.windows == [8, None]
+    assert isinstance(proposer, BlockProposer) and proposer.decoder.windows == [8, None]
     _, features = read_alone(target, list(range(20)), layers_of(draft.config, target))
     found = []
     for windows in ([8, None], [None, None]):
         proposer = proposer_of(draft)
-        proposer.windows = windows
+        proposer.decoder.layers = [
+            replace(w, window=at) for w, at in zip(proposer.decoder.layers, windows, strict=True)
+        ]
         proposer.append(proposer.new_cache([64]))
         found.append(proposer.begin(state_of(torch.arange(1, 16), features.aux_TAD[:15]))[1])
     assert (found[0] - found[1]).abs().max() > 1e-3

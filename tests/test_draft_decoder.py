@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fledge.decode.load import load
 from fledge.drafts.draft import Draft
-from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.draft_decoder import BlockDecoder, DFlashDecoder, DraftDecoder, block_decoder
 from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.weights import load_draft, save_draft
-from fledge.ops.attention_tree import Visible
+from fledge.ops.attention_tree import Visible, VisibleChain
+from fledge.ops.linear import can_pack
 from fledge.targets.compatibility import connect_draft
-from support.targets import P_EAGLE, exact_target, tiny_draft
+from support.targets import DFLASH, P_EAGLE, exact_target, tiny_draft, tiny_target
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -110,6 +111,71 @@ def test_it_computes_what_the_draft_does(name: str, dtype: torch.dtype) -> None:
             hidden, again, _, said = expected[2 * b + step]
             for ours, theirs in ((outs, hidden), (fed_back, again), (logits, said)):
                 torch.testing.assert_close(ours[b : b + 1], theirs, **near)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("options", "B", "Q"),
+    [
+        ({}, 1, 16),
+        (dict(block_causal=True), 3, 5),
+        (dict(windows=(9, None), attention_bias=True), 2, 9),
+        (dict(windows=(8, 8), block_causal=True), 3, 8),
+        (dict(block_causal=True, num_hidden_layers=1), 5, 16),
+    ],
+)
+@torch.inference_mode()
+def test_blocks_are_those_of_the_draft(
+    options: dict[str, Any], B: int, Q: int, dtype: torch.dtype, device: str
+) -> None:
+    """After contexts of different lengths; with few rows and with many. On a CPU, float32 is compiled code, and
+    float64 plain torch."""
+    target = tiny_target(dtype=dtype, hidden_size=64, head_dim=16, intermediate_size=64, tokenizer=False)
+    draft = tiny_draft(target, **DFLASH | options)
+    for name, p in draft.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(p)
+    draft.to(device).share_target_weights(*(x.to(device) for x in (target.embedding, target.head_weight)))
+    ours, found = block_decoder(draft), []
+    assert isinstance(ours, DFlashDecoder)
+    assert bool(ours.compiled) == (device == "cpu" and dtype == torch.float32 and can_pack([draft.fc.weight]))
+    lengths, config, K = torch.arange(3, 3 + 7 * B, 7), draft.config, Q - 1
+    states = torch.randn(int(lengths.sum()), 3, 64, dtype=torch.float64).to(device, dtype)
+    token_B, position_BQ = torch.arange(5, 5 + B), lengths[:, None] + torch.arange(Q)
+    position_M = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(device)
+    last_BQ = torch.arange(Q).expand(B, Q) if draft.causal else torch.full((B, Q), Q - 1)
+    for decoder in (ours, BlockDecoder(draft)):
+        pool = SlotPool(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, draft.device, dtype)
+        cache = KVCache(pool, [60] * B)
+        slot_M = torch.cat(
+            [first + torch.arange(n) for (first, _), n in zip(cache.segments, lengths.tolist(), strict=True)]
+        )
+        decoder.write_context(states, position_M, slot_M.to(device), pool)
+        cache.keep(None, lengths.to(device))
+        rows = TreeRows(
+            cache, Q, VisibleChain(last_BQ.to(device), Q, sees_all=not draft.causal), position_BQ.to(device)
+        )
+        head_input = decoder.block(token_B.to(device), position_BQ.to(device), K, rows)
+        assert head_input.shape == (B, K, 64)
+        found.append((pool.buffer, head_input, decoder.logits(head_input.flatten(0, 1))))
+    near = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.06}[dtype]
+    for mine, theirs in zip(*found, strict=True):
+        error = (mine - theirs).double().norm() / theirs.double().norm()
+        assert error < near
+
+
+def test_a_network_with_a_block_of_its_own_is_computed_by_its_own_functions() -> None:
+    """Other values than DFlash's must not be replaced by DFlash's fused operations."""
+
+    class Doubled(type(tiny_draft(exact_target(), **DFLASH))):
+        def block(self, *given: Any) -> Tensor:
+            return 2 * super().block(*given)
+
+    draft = tiny_draft(exact_target(), **DFLASH)
+    assert type(block_decoder(draft)) is DFlashDecoder
+    draft.__class__ = Doubled
+    assert type(block_decoder(draft)) is BlockDecoder
 
 
 def test_the_weights_are_the_drafts_own(tmp_path: Path) -> None:

@@ -154,17 +154,17 @@ def _block_values(
     """`decoding_values` of a draft of blocks, which chooses no token before it has all logits."""
     n, said, out, begin = tokens.numel(), [], {}, 0
 
-    def remembered(block: Any, *given: Any) -> Tensor:
-        said.append(block(*given))
-        return said[-1]
+    def remembered(head_input_SE: Tensor, logits: Any = proposer.decoder.logits) -> Tensor:
+        said.append(head_input_SE)
+        return logits(head_input_SE)
 
-    proposer.draft = AlteredDraft(proposer.draft, block=remembered)
+    proposer.decoder.logits = remembered
     proposer.append(proposer.new_cache([256]))
     for slot in range(first, n - 1, stride):
         _, logits = proposer.begin(state_of(tokens[begin + 1 : slot + 2], aux[begin : slot + 1]))
         begin = slot + 1
         for k in range(min(proposer.levels, n - 1 - slot)):
-            out[slot, k] = (said[-1][0, k], logits[0, k], target_logits[slot + 1 + k])
+            out[slot, k] = (said[-1][k], logits[0, k], target_logits[slot + 1 + k])
     return out
 
 

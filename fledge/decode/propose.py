@@ -27,7 +27,7 @@ from fledge.decode.sampling import BatchSampling
 from fledge.drafts.block import BlockDraft
 from fledge.drafts.decode_layer import Rotation
 from fledge.drafts.draft import Draft
-from fledge.drafts.draft_decoder import DraftDecoder
+from fledge.drafts.draft_decoder import DraftDecoder, block_decoder
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
 from fledge.drafts.peagle import ParallelDraft
@@ -393,7 +393,7 @@ class BlockProposer(OnePass):
     def __init__(self, draft: BlockDraft, shapes: Mapping[DraftSize, Shape]):
         super().__init__(draft, shapes)
         self.trained = draft.config.provenance.depth or self.most_levels
-        self.windows = [draft.window(i) for i in range(draft.config.num_hidden_layers)]
+        self.decoder = block_decoder(draft)
 
     def pass_slots(self, depth: int) -> int:
         return self.draft.block_rows(self._block_depth(depth))
@@ -404,36 +404,22 @@ class BlockProposer(OnePass):
         return depth if self.draft.causal else self.trained
 
     def _read(self, token_M: Tensor, states_MAD: Tensor, rows: PromptRows) -> None:
-        self._write_context(states_MAD, rows.position_M, rows.slot_M)
-
-    def _write_context(self, states_MAD: Tensor, position_M: Tensor, slot_M: Tensor) -> None:
-        """Writes the keys and values of M tokens, from the target's hidden states at the tokens, to the cache."""
-        for layer, (key_MGd, value_MGd) in enumerate(self.draft.context(states_MAD, position_M)):
-            self._write(layer, key_MGd, value_MGd, slot_M)
-
-    def _write(self, layer: int, key_MGd: Tensor, value_MGd: Tensor, slot_M: Tensor) -> None:
-        key_GPd, value_GPd = self.pool.layers[layer]
-        key_GPd[:, slot_M], value_GPd[:, slot_M] = key_MGd.transpose(0, 1), value_MGd.transpose(0, 1)
+        self.decoder.write_context(states_MAD, rows.position_M, rows.slot_M, self.pool)
 
     @torch.inference_mode()
     def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        K, draft, cache = self.levels, self.draft, self.cache
+        K, causal, cache = self.levels, self.draft.causal, self.cache
         fresh = self._fresh(state)
-        states = state.aux_BRAD.to(self.dtype).flatten(0, 1)
-        self._write_context(states, fresh.position_M, fresh.slot_Bn.flatten())
+        states_MAD = state.aux_BRAD.to(self.dtype).flatten(0, 1)
+        self.decoder.write_context(states_MAD, fresh.position_M, fresh.slot_Bn.flatten(), self.pool)
         cache.keep(None, state.count_B)
         (B,), whole = fresh.root_B.shape, self._block_depth(K)
-        Q = draft.block_rows(whole)
-        last_BQ = self._counts(Q).expand(B, Q) if draft.causal else fresh.root_B.new_full((B, Q), Q - 1)
-        position_BQ = cache.length_B[:, None] + self._counts(Q) if any(self.windows) else None
-        rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not draft.causal), position_BQ)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._write(layer, k.flatten(0, 1), v.flatten(0, 1), rows.slot_M)
-            return rows.read(layer, q.flatten(0, 1), window=self.windows[layer]).unflatten(0, (B, Q))
-
-        head_input_BKE = draft.block(fresh.root_B, cache.length_B, whole, attend)[:, :K]
-        logits_BKW = draft.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))
+        Q = self.draft.block_rows(whole)
+        position_BQ = cache.length_B[:, None] + self._counts(Q)
+        last_BQ = self._counts(Q).expand(B, Q) if causal else fresh.root_B.new_full((B, Q), Q - 1)
+        rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not causal), position_BQ)
+        head_input_BKE = self.decoder.block(fresh.root_B, position_BQ, whole, rows)[:, :K]
+        logits_BKW = self.decoder.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))
         return fresh.root_B, self._said(logits_BKW)
 
 

@@ -1,6 +1,7 @@
 """A draft's forward pass in decoding, in the same fused operations as a native target's (`drafts/decode_layer.py`).
 
-`EagleDraft.forward`, which training runs, is the definition: both compute the same values up to rounding.
+`EagleDraft.forward` or `BlockDraft.block`, which training runs, is the definition: both compute the same values up to
+rounding.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from fledge.config import DraftConfig
+from fledge.drafts.block import BlockDraft
 from fledge.drafts.compiled_layers import CompiledLayers, Joined, layers_of
 from fledge.drafts.decode_layer import LayerShape, LayerWeights, Rotation, layer_output, layer_weights
+from fledge.drafts.dflash import DFlashDraft
+from fledge.drafts.draft import Draft
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.eagle1 import Eagle1Draft
-from fledge.drafts.kv_cache import CacheRows, KVCache
+from fledge.drafts.kv_cache import CacheRows, KVCache, SlotPool, TreeRows, queries
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.compiled import MOST_ROWS
 from fledge.ops.layer import add_rms_norm, join_embedding, rms_norm
@@ -34,14 +40,7 @@ class DraftDecoder:
 
     def __init__(self, draft: EagleDraft):
         _check_network(type(draft))
-        self.draft, config = draft, draft.config
-        self.shape = LayerShape(
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            eps=config.rms_norm_eps,
-        )
+        self.draft, self.shape = draft, _layer_shape(draft.config)
         layers = [layer_weights(block, self.shape) for block in draft.blocks]
         reading = layers[-1].without_queries()  # what `read` computes of the last layer
         weights = [*(m for w in layers for m in w.matrices()), reading.qkv, draft.fc.weight, draft.head]
@@ -74,8 +73,7 @@ class DraftDecoder:
 
     def rotation(self, position_M: Tensor) -> Rotation:
         """cos and sin at the positions, each [M, rotated], computed in float32."""
-        rotary = self.draft.rotary
-        return cos_sin(position_M, rotary.frequencies, rotary.scale, self.dtype)
+        return _rotation(self.draft, position_M)
 
     def read(self, token_M: Tensor, state_ME: Tensor, rotation: Rotation, rows: CacheRows) -> None:
         """Adds the keys and values of M rows to the cache, and computes nothing else of the last layer."""
@@ -180,6 +178,108 @@ class DraftDecoder:
         gains = w.input_norm, draft.midlayer.hidden_norm.weight, w.shape.eps
         x_M2E, state_ME = join_embedding(token_M, state_ME, self.embedding, *gains, row_M=row_M)
         return x_M2E, x_M2E[:, E:] if draft.config.norm_before_residual else state_ME
+
+
+class BlockDecoder:
+    """The forward passes of a block draft with a key-value cache, by the draft's own functions, without gradients."""
+
+    def __init__(self, draft: BlockDraft):
+        self.draft = draft
+        self.windows = [draft.window(i) for i in range(draft.config.num_hidden_layers)]
+
+    def write_context(self, states_MAD: Tensor, position_M: Tensor, slot_M: Tensor, pool: SlotPool) -> None:
+        """Writes the keys and values of M tokens to slots of the cache, from the target's hidden states at the tokens.
+        Positions and slots are int64."""
+        for layer, (key_MGd, value_MGd) in enumerate(self.draft.context(states_MAD, position_M)):
+            self._write(layer, key_MGd, value_MGd, slot_M, pool)
+
+    def block(self, token_B: Tensor, position_BQ: Tensor, K: int, rows: TreeRows) -> Tensor:
+        """The head's inputs [B, K, E], as `BlockDraft.block`. `rows` are the Q rows of each block, at `position_BQ`."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._write(layer, k.flatten(0, 1), v.flatten(0, 1), rows.slot_M, rows.cache.pool)
+            return rows.read(layer, q.flatten(0, 1), window=self.windows[layer]).view_as(q)
+
+        return self.draft.block(token_B, position_BQ[:, 0], K, attend)
+
+    def logits(self, head_input_SE: Tensor) -> Tensor:
+        """The logits [S, W] over the draft's vocabulary."""
+        return self.draft.logits(head_input_SE)
+
+    @staticmethod
+    def _write(layer: int, key_MGd: Tensor, value_MGd: Tensor, slot_M: Tensor, pool: SlotPool) -> None:
+        key_GPd, value_GPd = pool.layers[layer]
+        key_GPd[:, slot_M], value_GPd[:, slot_M] = key_MGd.transpose(0, 1), value_MGd.transpose(0, 1)
+
+
+class DFlashDecoder(BlockDecoder):
+    """The forward passes of DFlash's draft, in fused operations. The weights are the draft's own, as in `DraftDecoder`,
+    with the same limits."""
+
+    draft: DFlashDraft
+
+    def __init__(self, draft: DFlashDraft):
+        super().__init__(draft)
+        shape = _layer_shape(draft.config)
+        layers = [layer_weights(layer, shape, at) for layer, at in zip(draft.layers, self.windows, strict=True)]
+        contexts = [w.without_queries() for w in layers]
+        weights = [*(m for w in layers for m in w.matrices()), *(w.qkv for w in contexts), draft.fc.weight, draft.head]
+        aliases = iter(packed_model(draft, weights, draft.parameters(), list) or weights)
+        self.layers = [w.with_matrices(aliases) for w in layers]
+        self.contexts = [replace(w, qkv=next(aliases)) for w in contexts]  # projections to keys and values only
+        self.fc, self.head = aliases
+        self.embedding = draft.embedding  # of the target that the draft is used with now
+        self.compiled = layers_of(self.layers, shape, draft.norm.weight, [self.embedding])
+
+    def write_context(self, states_MAD: Tensor, position_M: Tensor, slot_M: Tensor, pool: SlotPool) -> None:
+        """See `BlockDecoder.write_context`."""
+        norm, rotation = self.draft.hidden_norm, _rotation(self.draft, position_M)
+        state_ME, _ = add_rms_norm(plain_linear(states_MAD.flatten(1), self.fc), None, norm.weight, norm.eps)
+        for w, (keys_GPd, values_GPd) in zip(self.contexts, pool.layers, strict=True):
+            queries(plain_linear(state_ME, w.qkv, w.qkv_bias), w, rotation, keys_GPd, values_GPd, slot_M)
+
+    def block(self, token_B: Tensor, position_BQ: Tensor, K: int, rows: TreeRows) -> Tensor:
+        """See `BlockDecoder.block`."""
+        (B, Q), rotation, norm = position_BQ.shape, _rotation(self.draft, position_BQ.flatten()), self.draft.norm
+        token_BQ = F.pad(token_B[:, None], (0, Q - 1), value=self.draft.config.mask_token_id)
+        x_ME, normed_ME = F.embedding(token_BQ.flatten(), self.embedding), None
+        if self.compiled and self.compiled.takes(rows, B * Q):
+            _, normed_ME, _ = self.compiled(x_ME, rotation, rows)
+        else:
+            next_norms = [*(w.input_norm for w in self.layers[1:]), norm.weight]
+            for i, (w, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+                assert w.input_norm is not None
+                qkv_MO = norm_linear(x_ME, w.input_norm, w.shape.eps, w.qkv, w.qkv_bias, normed_ME=normed_ME)
+                x_ME, normed_ME = layer_output(rows(i, qkv_MO, w, rotation), x_ME, w, next_norm)
+        if normed_ME is None:
+            normed_ME, _ = add_rms_norm(x_ME, None, norm.weight, norm.eps)
+        return normed_ME.view(B, Q, -1)[:, 1 : K + 1]
+
+    def logits(self, head_input_SE: Tensor) -> Tensor:
+        """See `BlockDecoder.logits`."""
+        return plain_linear(head_input_SE, self.head)
+
+
+def block_decoder(draft: BlockDraft) -> BlockDecoder:
+    """The fastest decoder that computes what the draft does."""
+    computed = ("context", "block", "block_rows", "window", "logits", "embed")
+    same = all(getattr(type(draft), name) is getattr(DFlashDraft, name, None) for name in computed)
+    return DFlashDecoder(draft) if isinstance(draft, DFlashDraft) and same else BlockDecoder(draft)
+
+
+def _layer_shape(config: DraftConfig) -> LayerShape:
+    return LayerShape(
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _rotation(draft: Draft, position_M: Tensor) -> Rotation:
+    """cos and sin at the positions, each [M, rotated], computed in float32."""
+    return cos_sin(position_M, draft.rotary.frequencies, draft.rotary.scale, draft.dtype)
 
 
 def _check_network(kind: type) -> None:
