@@ -30,6 +30,10 @@ SHAPES = {
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         vocab_size=128_256, draft_vocab_size=32_000, target_hidden_size=4096,
     ),
+    "qwen3-8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=151_936, draft_vocab_size=32_000, target_hidden_size=4096,
+    ),
     "30b-a3b": dict(  # its mixture is in MIXTURES
         hidden_size=2048, intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
         vocab_size=151_936, draft_vocab_size=32_000, target_hidden_size=2048,

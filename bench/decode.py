@@ -2,6 +2,8 @@
 
     python bench/decode.py --out bench/results/decode.json
     python bench/decode.py --shape 30b-a3b --out bench/results/decode_moe.json
+    python bench/decode.py --shape qwen3-8b --case token "block of 15" "block tree of 64" --engine fledge \
+        --out bench/results/decode_dflash.json
     python bench/decode.py --engine fledge transformers vllm --out bench/results/decode.json
     python bench/decode.py --device cpu --shape 1b --batch 1 --new 50 --case token "chain of 7" \
         --out bench/results/decode_cpu.json
@@ -11,8 +13,10 @@ the time of a round on the device, its drafting `draft_ms` and its verification 
 of `--new` tokens after the prompt, prefill and host included, over the number of `rounds`: the run of median length out
 of REPEATS, after one that is not timed. `floor_ms` is the time to read all weights and caches of a round at the read
 rate measured in the same run (`read_gbps`); `gemm_ms` that of the round's matrix products alone, with torch in one CUDA
-graph on each device; `overhead_ms` is `ms` - `gemm_ms`. Before the rounds, `captured` kinds of them were captured as
-CUDA graphs in `capture_s`, which took `capture_gib` with the caches.
+graph on each device; `overhead_ms` is `ms` - `gemm_ms`. Of a block draft (DFlash), the products are those of the
+context (`fc`, and the keys and values of all layers), for as many tokens as a round can commit, and of the block.
+Before the rounds, `captured` kinds of them were captured as CUDA graphs in `capture_s`, which took `capture_gib` with
+the caches.
 
 The target of a shape with experts (`common.MIXTURES`) is a Qwen3-MoE. Its floor counts, of each layer, the experts that
 the rows of a verification are expected to choose if each row chooses its C of X experts uniformly and independently of
@@ -52,17 +56,20 @@ from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-from fledge.config import DraftConfig
+from fledge.config import DraftConfig, Provenance
 from fledge.decode.engine import Engine
 from fledge.decode.load import load
 from fledge.decode.request import Request
+from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
+from fledge.drafts.draft_decoder import block_decoder
 from fledge.drafts.registry import new_draft
 from fledge.drafts.weights import save_draft
 from fledge.io.machine import environment
 from fledge.measure.record import check_record_path, write_record
+from fledge.methods import DFLASH, spread_taps
 from fledge.targets.compatibility import connect_draft
 from fledge.targets.distributed import ShardedTarget, fill_with, shard_layers
 from fledge.targets.loading import target_of
@@ -71,12 +78,15 @@ from fledge.types import Sampling
 
 REPEATS = 3
 ENGINES = ("fledge", "transformers", "vllm")
-LAYERS = {"1b": 16, "8b": 32, "70b": 80, "30b-a3b": 48, "tiny": 8, "tiny-moe": 8}
+LAYERS = {"1b": 16, "8b": 32, "qwen3-8b": 36, "70b": 80, "30b-a3b": 48, "tiny": 8, "tiny-moe": 8}
+BLOCK = dict(method=DFLASH.name, mask_token_id=5, num_hidden_layers=5, provenance=Provenance(depth=15))
 CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # name -> (draft, drafting); None: without a draft
     "token": (None, {}),
     "chain of 7": ({}, dict(depth=7)),
     "tree of 60": ({}, dict(mode="tree", nodes=60, width=10, depth=8)),
     "one pass of 7": (dict(method="peagle", mask_token_id=5, num_hidden_layers=4), dict(depth=7)),
+    "block of 15": (BLOCK, dict(depth=15)),
+    "block tree of 64": (BLOCK, dict(mode="tree", nodes=64, depth=15)),
 }
 
 SAMPLING = {
@@ -156,7 +166,7 @@ def main() -> None:
                     continue
                 rows = vllm_rounds.run(
                     Path(scratch, "target"), None if overrides is None else files[case],
-                    depth=drafting.get("depth"), parallel=bool(overrides and overrides.get("method") == "peagle"),
+                    depth=drafting.get("depth"), method=(overrides or {}).get("method", "eagle3"),
                     contexts=options.context, batches=options.batch, new=options.new,
                 )  # fmt: skip
                 for row in rows:
@@ -164,12 +174,14 @@ def main() -> None:
 
 
 def random_target(shape: str, device: str, mesh: DeviceMesh | None = None) -> TransformersTarget:
-    """A Llama of a shape with random weights in bfloat16; a Qwen3-MoE if the shape has experts. On a CPU, the weights
+    """A Llama of a shape with random weights in bfloat16; a Qwen3 if the shape's name says so, and a Qwen3-MoE if the
+    shape has experts. On a CPU, the weights
     are the same numbers in float32. With a mesh, its layers are sharded over the ranks, and no rank ever holds all of
     them."""
     sizes = {k: v for k, v in SHAPES[shape].items() if not k.startswith(("draft_", "target_"))}
     experts = MIXTURES.get(shape)
-    kind = LlamaConfig if experts is None else Qwen3MoeConfig
+    dense = Qwen3Config if shape.startswith("qwen3") else LlamaConfig
+    kind = dense if experts is None else Qwen3MoeConfig
     config = kind(
         **sizes, num_hidden_layers=LAYERS[shape], max_position_embeddings=131_072, rope_theta=500_000.0,
         eos_token_id=None, bos_token_id=None, tie_word_embeddings=False,
@@ -202,9 +214,11 @@ def one_word_tokenizer() -> PreTrainedTokenizerFast:
 
 def random_draft(target: TransformersTarget, shape: str, overrides: dict[str, Any], device: str) -> Draft:
     """A draft with random weights for a target, on a device."""
-    config = DraftConfig.for_target(
-        target.shape, max_length=target.max_length, draft_vocab_size=SHAPES[shape]["draft_vocab_size"], **overrides
-    )
+    given: dict[str, Any] = dict(draft_vocab_size=SHAPES[shape]["draft_vocab_size"])
+    if overrides.get("method") == DFLASH.name:  # over the target's whole vocabulary
+        taps = spread_taps(LAYERS[shape], overrides["num_hidden_layers"])
+        given = dict(aux_layers=taps, num_aux_hidden_states=len(taps))
+    config = DraftConfig.for_target(target.shape, max_length=target.max_length, **given, **overrides)
     with torch.device(device):
         draft = new_draft(config).to(device, torch.bfloat16)
     randomize(draft)
@@ -323,15 +337,30 @@ def write_config(target: TransformersTarget, directory: Path) -> None:
     config.save_pretrained(directory)
 
 
-def passes(engine: Engine, batch: int) -> tuple[int, list[tuple[int, int]]]:
-    """The rows of the verification, and (rows, rows of the head) of each pass of the draft."""
-    if engine.draft is None:
-        return batch, []
-    drafting, depth = engine.drafting, engine.drafting.depth
-    if engine.draft.family.one_pass:
-        return batch * drafting.verified, [(2 * depth * batch, depth * batch)]
-    width = drafting.width if drafting.tree else 1
-    return batch * drafting.verified, [((depth + 1) * batch, batch), *[(width * batch, width * batch)] * (depth - 1)]
+def verified_rows(engine: Engine, batch: int) -> int:
+    """The rows of a verification."""
+    return batch if engine.draft is None else batch * engine.drafting.verified
+
+
+def draft_passes(engine: Engine, batch: int) -> list[list[tuple[torch.Tensor, int]]]:
+    """The weights of the matrix products of each pass of the draft, and the products' rows."""
+    draft, drafting = engine.draft, engine.drafting
+    if draft is None:
+        return []
+    depth, head = drafting.depth, draft.head
+    if isinstance(draft, BlockDraft):
+        decoder, rows = block_decoder(draft), batch * draft.block_rows(depth)
+        products = [(draft.fc.weight, batch * (depth + 1)), *((w.qkv, batch * (depth + 1)) for w in decoder.contexts)]
+        products += [(matrix, rows) for w in decoder.layers for matrix in w.matrices()]
+        return [[*products, (head, batch * depth)]]
+    layers = [p.weight for block in draft.blocks for p in block.modules() if isinstance(p, nn.Linear)]
+    if draft.family.one_pass:
+        first, later = (2 * depth * batch, depth * batch), []
+    else:
+        width = drafting.width if drafting.tree else 1
+        first, later = ((depth + 1) * batch, batch), [(width * batch, width * batch)] * (depth - 1)
+    passes = [[*((w, rows) for w in layers), (head, asked)] for rows, asked in (first, *later)]
+    return [[(draft.fc.weight, first[0]), *passes[0]], *passes[1:]]
 
 
 def floor_ms(engine: Engine, batch: int, length: int, gbps: float) -> float:
@@ -342,29 +371,23 @@ def floor_ms(engine: Engine, batch: int, length: int, gbps: float) -> float:
     size = engine.target.dtype.itemsize
     cache = 2 * shape.kv_heads * shape.head_dim * batch * length * size
     total = weight_bytes(engine.target.model) * 2 / size + len(native.layers) * cache
-    rows, drafted = passes(engine, batch)
+    rows = verified_rows(engine, batch)
     for layer in native.layers:
         if (e := layer.experts) is not None:
             unread = (1 - e.chosen / e.gate_up.shape[0]) ** rows  # the share of experts that no row chooses
             total -= unread * 2 * (e.gate_up.numel() + e.down.numel())
-    if engine.draft is not None:
+    for products in draft_passes(engine, batch):
         config = engine.draft.config
         kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-        total += len(drafted) * (2 * matrix_elements(engine.draft) + size * kv * batch * length)
-        total += 2 * engine.draft.fc.weight.numel()
+        total += 2 * sum(w.numel() for w, _ in products) + size * kv * batch * length
     return total / gbps / 1e6
-
-
-def matrix_elements(draft: Draft) -> int:
-    """The elements of the matrices that every pass of a draft reads."""
-    return sum(p.numel() for name, p in draft.named_parameters() if p.dim() == 2 and not name.startswith("fc."))
 
 
 def gemm_ms(engine: Engine, batch: int) -> float | None:
     """The milliseconds of a round's matrix products in one CUDA graph on each device; None on a CPU."""
     if engine.target.device.type != "cuda":
         return None
-    rows, drafted = passes(engine, batch)
+    rows = verified_rows(engine, batch)
     native = engine.target.native
     products = []
     for layer in native.layers:
@@ -374,14 +397,7 @@ def gemm_ms(engine: Engine, batch: int) -> float | None:
         else:
             products += [(e.router, rows), (e.gate_up, rows * e.chosen), (e.down, rows * e.chosen)]
     products.append((engine.target.head_weight, rows))
-    for i, (many, head) in enumerate(drafted):
-        draft = engine.draft
-        products += [(draft.fc.weight, many)] if i == 0 else []
-        for block in draft.blocks:
-            a, m = block.self_attn, block.mlp
-            weights = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
-            products += [(p.weight, many) for p in weights]
-        products.append((draft.head, head))
+    products += [product for of_pass in draft_passes(engine, batch) for product in of_pass]
     ms = 0.0
     for device in {w.device for w, _ in products}:
         with torch.cuda.device(device):

@@ -76,6 +76,10 @@ STAGES = {
     "attention": Stage("bench/decode_kernels.py --sweep attention --lengths 16384 --out {out}", 90),
     "experts": Stage("bench/decode_kernels.py --shape 30b-a3b --out {out}", 60),
     "rounds": Stage("bench/decode.py --out {out}", 120),
+    "rounds_dflash": Stage(
+        "bench/decode.py --shape qwen3-8b --case token 'block of 15' 'block tree of 64' --batch 1 16 --engine fledge "
+        "--out {out}", 120,
+    ),
     "rounds_16k": Stage(
         "bench/decode.py --context 16384 --case 'chain of 7' --batch 1 --out {out}", 60
     ),

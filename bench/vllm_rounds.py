@@ -1,7 +1,7 @@
 """Times rounds of vLLM on a model with random weights. `bench/decode.py --engine vllm` starts it once for each case.
 
     python bench/vllm_rounds.py --model DIR --out rows.json
-    python bench/vllm_rounds.py --model DIR --draft DIR --depth 7 --parallel-drafting --out rows.json
+    python bench/vllm_rounds.py --model DIR --draft DIR --depth 7 --method peagle --out rows.json
 
 `--model` needs only a config.json. The prompts are token ids, decoding is greedy, and vLLM has its own defaults (CUDA
 graphs, compiled), except that it keeps no prefixes, so that the timed run computes its prompts as the warm-up does.
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draft", type=Path, default=None)
     parser.add_argument("--depth", type=int, default=7, help="drafted tokens of a round")
-    parser.add_argument("--parallel-drafting", action="store_true", help="the draft drafts all tokens in one pass")
+    parser.add_argument("--method", default="eagle3", choices=("eagle3", "peagle", "dflash"), help="of the draft")
     parser.add_argument("--context", type=int, nargs="+", default=[512])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--new", type=int, default=200, help="tokens after each prompt")
@@ -67,8 +67,9 @@ def start(options: argparse.Namespace) -> Any:
     register_loader()
     speculative = {}
     if options.draft is not None:
-        draft = dict(method="eagle3", model=str(options.draft), num_speculative_tokens=options.depth)
-        draft |= {"parallel_drafting": True} if options.parallel_drafting else {}
+        method = "dflash" if options.method == "dflash" else "eagle3"
+        draft = dict(method=method, model=str(options.draft), num_speculative_tokens=options.depth)
+        draft |= {"parallel_drafting": True} if options.method == "peagle" else {}
         speculative = dict(speculative_config=draft, disable_log_stats=False)  # the statistics count rounds
     return LLM(
         model=str(options.model), load_format=LOADER, skip_tokenizer_init=True, dtype="bfloat16",
@@ -123,14 +124,13 @@ def count_drafts(llm: Any) -> int:
 
 
 def run(
-    model: Path, draft: Path | None, *, depth: int, parallel: bool, contexts: list[int], batches: list[int], new: int
+    model: Path, draft: Path | None, *, depth: int, method: str, contexts: list[int], batches: list[int], new: int
 ) -> list[dict[str, Any]]:
     """Runs this program in a process of its own, which frees the GPU's memory at its end. Returns a row for each
     context and batch, which has an `error` in place of times if vLLM failed."""
     out = model / "rows.json"
     out.write_text(json.dumps({"engine": "vllm", "rows": []}))
-    words = ["--draft", draft, "--depth", depth] if draft else []
-    words += ["--parallel-drafting"] if parallel else []
+    words = ["--draft", draft, "--depth", depth, "--method", method] if draft else []
     words += ["--context", *contexts, "--batch", *batches, "--new", new, "--model", model, "--out", out]
     child = subprocess.run(
         [sys.executable, __file__, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

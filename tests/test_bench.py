@@ -95,7 +95,7 @@ def test_kernels_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert one == 2 and len(more) == 2 and all(2 <= read <= 8 for read in more)
 
 
-DECODE_CASES = ("token", "chain of 7", "tree of 60", "one pass of 7")
+DECODE_CASES = ("token", "chain of 7", "tree of 60", "one pass of 7", "block of 15", "block tree of 64")
 
 
 @pytest.mark.filterwarnings("ignore::fledge.decode.draft_size.ChanceWarning")  # the draft is random
@@ -120,7 +120,9 @@ def test_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [r for r in rows if r["engine"] == "fledge"]
     assert [(r["what"], r["batch"]) for r in own] == [(what, batch) for what in DECODE_CASES for batch in (1, 2)]
     for r in own:
-        assert r["floor_ms"] < r["ms"] and r["wall_ms"] > 0 and r["tokens_per_s"] > 0 and r["rounds"] == 11
+        assert r["floor_ms"] < r["ms"] and r["wall_ms"] > 0 and r["tokens_per_s"] > 0
+        # of a vocabulary of 512, 63 nodes may hold a token by chance
+        assert r["rounds"] == 11 or (r["what"] == "block tree of 64" and 5 < r["rounds"] < 11)
         assert r["ms"] == pytest.approx(r["draft_ms"] + r["verify_ms"])
         assert (r["draft_ms"] > 0) == (r["what"] != "token")
         assert r["devices"] == 1
@@ -144,7 +146,8 @@ class LLM:
         assert load_format in made and not enable_prefix_caching
         self.draft, self.counts, self.drafts = speculative_config, not disable_log_stats, 0
         if self.draft:
-            assert self.draft["method"] == "eagle3" and self.draft["num_speculative_tokens"] == 7
+            method = self.draft["method"], self.draft["num_speculative_tokens"]
+            assert method in (("eagle3", 7), ("dflash", 15))
             found = json.loads(pathlib.Path(self.draft["model"], "config.json").read_text())
             assert pathlib.Path(self.draft["model"], "model.safetensors").exists()
             if self.draft.get("parallel_drafting"):
@@ -194,16 +197,16 @@ def test_decode_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     rows = record(tmp_path, monkeypatch, "decode", *words)["rows"]
     assert [(r["what"], r["batch"]) for r in rows] == [
-        (what, batch) for what in DECODE_CASES if what != "tree of 60" for batch in (1, 2)
+        (what, batch) for what in DECODE_CASES if "tree of" not in what for batch in (1, 2)
     ]
     assert all(r["engine"] == "vllm 0.26.0" and r["context"] == 9 for r in rows)
-    alone, together, chain, *failed = rows
-    for row, rounds in ((alone, 11), (together, 11), (chain, 6)):
+    alone, together, chain, *failed, block, last = rows
+    for row, rounds in ((alone, 11), (together, 11), (chain, 6), (block, 6)):
         assert row["rounds"] == rounds and 12 / rounds < row["wall_ms"] < 100
         assert row["tokens_per_round"] == pytest.approx(11 / rounds)
         assert row["tokens_per_s"] == pytest.approx(12e3 * row["batch"] / (rounds * row["wall_ms"]))
     errors = ["ValueError: too many"] + 2 * ["vLLM ended with status 1: RuntimeError: no such attention"]
-    assert [row["error"] for row in failed] == errors
+    assert [row["error"] for row in (*failed, last)] == [*errors, "ValueError: too many"]
 
 
 def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

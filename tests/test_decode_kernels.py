@@ -588,3 +588,22 @@ def test_as_many_of_a_row() -> None:
     for k in (MOST, MOST + 1):
         check_largest(x, k)
     assert [y.shape for y in by_both(likeliest, x[:0], 3)[0]] == [(0, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_more_likely_tokens_than_the_kernels_take(dtype: torch.dtype) -> None:
+    """The kernels' log-probabilities, bit by bit, and no copy of the logits; NaN and infinite numbers count alike."""
+    x = randn(6, 5000, dtype=dtype)
+    x[1, 7], x[2, 9], x[3, :4990] = torch.nan, torch.inf, -torch.inf
+    x[4] = -torch.inf
+    with computed_by("triton"):
+        few, more = likeliest(x, MOST)[0], likeliest(x, MOST + 9)[0]
+        assert torch.equal(more[:, :MOST].nan_to_num(7.0), few.nan_to_num(7.0))
+    plain = likeliest(x.cpu(), MOST + 9)[0]
+    torch.testing.assert_close(more.cpu(), plain, rtol=1e-6, atol=1e-5, equal_nan=True)
+    if x.is_cuda:
+        large = torch.zeros(100, 100_000, dtype=dtype, device=x.device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        likeliest(large, MOST + 9)
+        assert torch.cuda.max_memory_allocated() - before < large.nbytes

@@ -44,11 +44,15 @@ def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The log-probabilities of the k likeliest tokens of each row of logits [.., W] in descending order, float32, and
     the tokens' distinct ids, int64, each [.., k].
 
-    Numbers are computed in float32. A row with NaN or +inf, or of -inf only, has log-probabilities of NaN. k and the
-    order of equal logits are as in `largest`.
+    Numbers are computed in float32; with kernels, without a copy of all logits. A row with NaN or +inf, or of -inf
+    only, has log-probabilities of NaN. k and the order of equal logits are as in `largest`.
     """
-    if not use_triton(logits) or k > MOST:
+    if not use_triton(logits):
         return logits.float().log_softmax(-1).topk(k)
     from fledge.ops.topk_triton import largest_triton
 
-    return largest_triton(logits, k, log_softmax=True)
+    if k <= MOST:
+        return largest_triton(logits, k, log_softmax=True)
+    values, token = logits.topk(k)
+    first_logp, _ = largest_triton(logits, 1, log_softmax=True)
+    return (values.float() - values[..., :1].float()) + first_logp, token
