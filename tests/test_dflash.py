@@ -3,6 +3,7 @@ of DFlash's authors, decoding changes no text, and other projects' files are rea
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -19,7 +20,9 @@ from torch.nn import functional as F
 
 from fledge import load
 from fledge.config import DraftConfig, Provenance
+from fledge.decode import batch as batches
 from fledge.decode.propose import BlockProposer
+from fledge.drafts import kv_cache
 from fledge.drafts.dflash import DFlashDraft
 from fledge.drafts.weights import load_draft, open_draft, save_draft
 from fledge.engines.export import Serving, engine_command, needs_export
@@ -27,6 +30,7 @@ from fledge.engines.support import layers_read, minimum_version, remarks, unsupp
 from fledge.methods import DFLASH as ROW
 from fledge.methods import EAGLE3, block_gamma, spread_taps
 from fledge.targets.compatibility import layers_of
+from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective as objective_module
 from fledge.train.objective import accepted_per_round, ttt
@@ -37,10 +41,11 @@ from fledge.train.setup.recipe import Recipe, resolve
 from fledge.types import Sampling, TreeShape
 from support.chats import tiny_chats
 from support.commands import Ran
-from support.decoding import SAMPLINGS, assert_same, both, prompts, spoken
+from support.decoding import SAMPLINGS, assert_same, both, differ_at_a_tie, prompts, spoken
 from support.drafts_on_disk import V, make, refused, same, saved
 from support.mutations import replace_function
 from support.rows import DOCUMENTS, document, row_of
+from support.sizes import RandomSizes
 from support.targets import (
     DFLASH,
     exact_target,
@@ -541,6 +546,42 @@ def test_hits_in_training_are_what_decoding_accepts(kind: str, monkeypatch: pyte
         assert seen["rounds"] == decoded
         every |= set(decoded)
     assert {0, K} <= every, "both rejections and full acceptance must occur"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", [*WAYS, "tree of 60", "tree of 256"])
+def test_captured_rounds_are_the_same_on_a_gpu(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests join and leave, and the caches grow: graphs and single launches give the target's own tokens, greedy and
+    sampled, up to near ties. Rounds commit 1.5 tokens and more."""
+    made, draft, asked = taught(kind)
+    target = target_of(copy.deepcopy(made.model).to("cuda", torch.float32), made.tokenizer, implementation="native")
+    draft = copy.deepcopy(draft).to("cuda", torch.float32)
+    drafting = dict(mode="tree", nodes=int(way.split()[-1])) if way.startswith("tree of") else WAYS[way]
+    asked, ties, done = [*asked, *(p * 3 for p in asked)], 0, {}
+    for captures in (True, False):
+        monkeypatch.setattr(kv_cache, "MIN_SLOTS", 1)
+        if not captures:
+            monkeypatch.setattr(batches, "can_capture", lambda *given: False)
+        engine = load(target, draft, **drafting)
+        if engine.chooser is not None:
+            RandomSizes(engine, seed=1)
+        for sampling in (Sampling(), Sampling(**SAMPLINGS["everything"])):
+            for speculate in (True, False):
+                options = dict(max_new_tokens=24, batch=3, sampling=sampling, speculate=speculate)
+                done[captures, sampling.temperature, speculate] = engine.generate_all(asked, **options)
+        assert any(batch.graphs for batch in engine._idle_batches[True]) == captures
+    for temperature in {key[1] for key in done}:
+        sampling = Sampling() if not temperature else Sampling(**SAMPLINGS["everything"])
+        plain = done[True, temperature, False]
+        for captures in (True, False):
+            for i, (a, b) in enumerate(zip(done[captures, temperature, True], plain, strict=True)):
+                if a.tokens != b.tokens:
+                    ties += 1
+                    assert differ_at_a_tie(made, asked[i], sampling, i, a, b), (captures, i)
+    assert ties <= 2
+    greedy = done[True, 0.0, True][: len(asked) // 2]
+    assert sum(len(c.trace.rounds) for c in greedy) < 24 * len(greedy) / 1.5 or way == "auto"
 
 
 def test_a_window_that_decoding_forgets_is_noticed() -> None:

@@ -40,7 +40,7 @@ from fledge.targets.loading import target_of
 from fledge.types import Sampling, Tree, TreeShape
 from support.decoding import prompts
 from support.sizes import RandomSizes
-from support.targets import P_EAGLE, tiny_draft, tiny_target
+from support.targets import DFLASH, P_EAGLE, tiny_draft, tiny_target
 from support.trees import good_pair, proposer_of
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,6 +49,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree": dict(mode="tree", nodes=12, width=4, depth=4),
     "tree, unstable": dict(mode="tree", nodes=12, width=4, depth=4, stable=False),
     "shape": dict(mode="tree", shape=TreeShape((-1, 0, 0, 1, 1), (0, 0, 1, 0, 1))),
+}
+ONE_PASS: dict[str, dict[str, Any]] = {
+    "one pass": P_EAGLE,
+    "block": DFLASH | dict(windows=(6, None)),
+    "causal block": DFLASH | dict(block_causal=True),
 }
 
 
@@ -280,13 +285,21 @@ def test_commands_say_what_they_captured(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("drafting", [dict(depth=4), dict(mode="tree", nodes=12, width=4, depth="auto")])
+@pytest.mark.parametrize(
+    ("kind", "drafting"),
+    [
+        ({}, dict(depth=4)),
+        ({}, dict(mode="tree", nodes=12, width=4, depth="auto")),
+        (ONE_PASS["block"], dict(depth=4)),
+        (ONE_PASS["causal block"], dict(mode="tree", nodes="auto", depth=4)),
+    ],
+)
 def test_nothing_is_captured_after_preparing_on_a_gpu(
-    drafting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    kind: dict[str, Any], drafting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tiny_target()
     target = target_of(made.model.to("cuda", torch.bfloat16), made.tokenizer, implementation="native")
-    engine = load(target, tiny_draft(target).to("cuda"), **drafting)
+    engine = load(target, tiny_draft(target, **kind).to("cuda"), **drafting)
     prepared = engine.prepare(3, tokens=60, temperature=0.8, top_k=9)
     assert prepared.rounds >= 3 and prepared.bytes > 0
 
@@ -368,9 +381,11 @@ def test_places_take_requests_and_give_them_back() -> None:
     assert all(a.equal(b) for a, b in zip(places.tensors, kept, strict=True))
 
 
-def test_one_pass_drafts(captured: list[int]) -> None:
+@pytest.mark.parametrize("way", [dict(depth=3), dict(mode="tree", depth=3, nodes=60), dict(depth="auto")])
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_one_pass_drafts(kind: str, way: dict[str, Any], captured: list[int]) -> None:
     target = tiny_target(dtype=torch.float64, native=True)
-    engine = load(target, tiny_draft(target, **P_EAGLE), depth=3)
+    engine = load(target, tiny_draft(target, **ONE_PASS[kind]), **way)
     asked = prompts(5, seed=6)
     fast, plain = (engine.generate_all(asked, batch=2, max_new_tokens=20, speculate=s) for s in (True, False))
     assert captured and [c.tokens for c in fast] == [c.tokens for c in plain]
@@ -430,13 +445,13 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "copy_into", cross)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "one pass"])
+@pytest.mark.parametrize("way", [*WAYS, *ONE_PASS])
 def test_two_devices(way: str, captured: list[int], request: pytest.FixtureRequest) -> None:
     """Copies to the draft and back change no token, with greedy, sampled and penalized requests and drafts that are
     drawn."""
     target, draft, _ = good_pair(native=True)
-    if way == "one pass":
-        draft = tiny_draft(target, **P_EAGLE)
+    if way in ONE_PASS:
+        draft = tiny_draft(target, **ONE_PASS[way])
     asked = [p for p in prompts(20, longest=14, seed=2) if len(p) > 1][:6]
     drawn = [Sampling(temperature=1.0, seed=2, draft="sample"), Sampling(draft="sample")]
     mixed = [Sampling(), Sampling(temperature=0.7, top_k=9, repetition_penalty=1.2)]
@@ -475,12 +490,14 @@ DRAWN: dict[str, Any] = dict(temperature=1.0, top_k=5, draft="sample")
     ("way", "options"),
     [
         ("chain", {}), ("chain", DRAWN), ("chain, unstable", {}), ("tree", {}), ("one pass", {}), ("one pass", DRAWN),
+        ("block", {}), ("block", DRAWN), ("causal block", {}),
     ],
 )  # fmt: skip
 def test_each_graph_is_on_one_device(way: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft, which is on a device without values, and the target compute no operation with tensors of both."""
     target = tiny_target(native=True)
-    draft = tiny_draft(target, draft_vocab_size=100, **(P_EAGLE if way == "one pass" else {}))
+    kind = ONE_PASS.get(way, {})
+    draft = tiny_draft(target, draft_vocab_size=400 if "block" in way else 100, **kind)
     ids_W = draft.target_ids()
     draft.to("meta")
     layers = connect_draft(draft, target)

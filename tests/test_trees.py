@@ -32,7 +32,7 @@ from fledge.types import Prompt, Sampling, Tree, TreeShape, Verdict
 from support.decoding import SAMPLINGS, Remembers, assert_same, both, fit_head, prompts, spoken
 from support.devices import on_device
 from support.mutations import replace_function
-from support.targets import BOTH_IMPLEMENTATIONS, P_EAGLE, exact_target, read_alone, tiny_draft, tiny_target
+from support.targets import BOTH_IMPLEMENTATIONS, DFLASH, P_EAGLE, exact_target, read_alone, tiny_draft, tiny_target
 from support.trees import SHAPES, good_pair, paths_of, propose_one, proposer_of, slots_of, tree_lists
 
 SLIDING = dict(sliding_window=8)
@@ -523,12 +523,14 @@ def test_a_mistake_in_drafting_is_noticed(owner: Any, name: str, wrong: Any, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["eagle3", "peagle"])
-@pytest.mark.parametrize("way", [{}, dict(mode="tree", nodes=20), dict(mode="tree", shape=SHAPES["mixed"])])
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash"])
+@pytest.mark.parametrize(
+    "way", [{}, dict(mode="tree", nodes=20), dict(mode="tree", nodes=60), dict(mode="tree", shape=SHAPES["mixed"])]
+)
 def test_nothing_waits_for_the_device(method: str, way: dict[str, Any]) -> None:
     """Drafting a round for two requests with different numbers of new slots never synchronises with the device."""
     target = tiny_target()
-    draft = tiny_draft(target, **(P_EAGLE if method == "peagle" else {}))
+    draft = tiny_draft(target, **{"eagle3": {}, "peagle": P_EAGLE, "dflash": DFLASH}[method])
     on_device(target, draft)
     proposer = proposer_of(draft, depth=4, **way)
     states = draft.config.num_aux_hidden_states, draft.config.target_hidden_size

@@ -27,7 +27,7 @@ from support.chats import tiny_chats
 from support.decoding import prompts
 from support.files import metrics_of
 from support.ranks import ranks_of
-from support.targets import P_EAGLE, tiny_draft, tiny_target_directory, tiny_tokenizer
+from support.targets import DFLASH, P_EAGLE, tiny_draft, tiny_target_directory, tiny_tokenizer
 from support.trees import good_pair
 
 pytestmark = [
@@ -42,6 +42,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "tree": dict(mode="tree", nodes=12, width=4, depth=4),
     "shape": dict(mode="tree", shape=TreeShape((-1, 0, 0, 1, 1), (0, 0, 1, 0, 1))),
     "one pass": dict(depth=3),
+    "block": dict(depth=3),
+    "block tree": dict(mode="tree", nodes=60, depth=3),
 }
 
 
@@ -57,8 +59,8 @@ def pair(way: str, target_gpu: str, draft_gpu: str, implementation: str = "nativ
     target = target_of(
         copy.deepcopy(made.model).to(target_gpu, torch.float32), made.tokenizer, implementation=implementation
     )
-    if way == "one pass":
-        draft = tiny_draft(made, **P_EAGLE)
+    if way == "one pass" or "block" in way:
+        draft = tiny_draft(made, **(P_EAGLE if way == "one pass" else DFLASH))
     return target, copy.deepcopy(draft).to(draft_gpu, torch.float32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ from torch import Tensor
 from fledge.data.documents import Document
 from fledge.decode.engine import Completion, Engine
 from fledge.drafts.draft import Draft
+from fledge.measure.run import ranking_of
+from fledge.targets.interface import DecodingTarget
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.row_pass import Objective, row_pass
+from fledge.types import Prompt, Sampling
 from support.rows import row_of
 from support.targets import features_for
 
@@ -79,3 +83,15 @@ def fit_head(target: TransformersTarget, draft: Draft, documents: list[Document]
         hidden = torch.cat(passes.chunk(passes.trained).head_inputs)
         wanted = torch.cat([target.logits(features.last_TD[t + 1 + k]) for k, t in enumerate(live)])
         draft.lm_head.weight.copy_(torch.linalg.lstsq(hidden, wanted[:, draft.target_ids()]).solution.T)
+
+
+def differ_at_a_tie(
+    exact: DecodingTarget, prompt: Sequence[int], sampling: Sampling, number: int, a: Completion, b: Completion
+) -> bool:
+    """Whether two different answers to request `number` part where the two highest scores of an exact target are nearly
+    equal: in float32, a row of a product may depend on the number of rows."""
+    agreed = next(j for j, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
+    prefix = [*prompt, *a.tokens[:agreed]]
+    logits_1V, _ = exact.prefill([Prompt(prefix)], exact.new_cache([len(prefix)]))
+    first, second = ranking_of(sampling, number, prefix, logits_1V[0]).topk(2).values.tolist()
+    return first - second < 1e-3
