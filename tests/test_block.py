@@ -25,7 +25,7 @@ from fledge.drafts.block import BlockAttend, BlockDraft
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.drafts.eagle import EagleDraft
-from fledge.drafts.layers import Layer, Linear
+from fledge.drafts.layers import EAGER, Compute, Layer, Linear
 from fledge.drafts.peagle import ParallelDraft
 from fledge.drafts.weights import load_draft, save_draft
 from fledge.engines.support import ENGINES, unsupported
@@ -390,11 +390,13 @@ class Deep(BlockDraft):
     def block_rows(self, K: int) -> int:
         return K + 1
 
-    def context(self, states_TAD: Tensor, position_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context(self, states_TAD: Tensor, position_T: Tensor, compute: Compute = EAGER) -> list[tuple[Tensor, Tensor]]:
         state, rotation = self.fc(states_TAD[:, 0]), self.rotary(position_T, self.dtype)
-        return [layer.self_attn(state, state, rotation, None, part="keys")[1:] for layer in self.layers]
+        return [layer.self_attn(state, state, rotation, None, compute, part="keys")[1:] for layer in self.layers]
 
-    def block(self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend) -> Tensor:
+    def block(
+        self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend, compute: Compute = EAGER
+    ) -> Tensor:
         N, Q = token_N.numel(), K + 1
         token_NQ = torch.cat([token_N[:, None], token_N.new_full((N, K), self.config.mask_token_id)], 1)
         position_NQ = position_N[:, None] + torch.arange(Q, device=position_N.device)
@@ -404,7 +406,7 @@ class Deep(BlockDraft):
             def rows(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
                 return attend(i, *(x.unflatten(0, (N, Q)) for x in (q, k, v))).flatten(0, 1)
 
-            state, _, _ = layer(state, None, rotation, rows)
+            state, _, _ = layer(state, None, rotation, rows, compute)
         return state.unflatten(0, (N, Q))[:, 1:]
 
 
@@ -473,8 +475,11 @@ def test_a_head_is_the_networks_or_the_targets(deep: None, monkeypatch: pytest.M
         tiny_draft(exact_target(), method="deep", mask_token_id=399, num_aux_hidden_states=0)
 
 
-def test_an_attention_that_a_block_lacks_is_refused(pair: tuple[TransformersTarget, BlockDraft]) -> None:
+def test_an_attention_that_a_block_lacks_is_refused(
+    pair: tuple[TransformersTarget, BlockDraft], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = pair
+    monkeypatch.setattr(type(draft), "implementations", ("eager",))
     row = row_of([document(9, (1, 9))])
     with pytest.raises(ValueError, match="Queries has no 'flex' attention; train the draft with --impl eager"):
         ttt(draft, row, features_for(draft, target, row), target.logits, Objective(2), Implementation("flex"))

@@ -52,7 +52,8 @@ def test_the_heaviest_rows() -> None:
 
 
 def test_candidates() -> None:
-    """The candidates are all of CANDIDATES, or those that match the requested activations and slots."""
+    """The candidates are all of CANDIDATES, or those that match the requested activations and slots. Slots of several
+    rows, as the blocks of DFlash, are fewer."""
     ways = Implementation("triton", "triton", "triton")
 
     def tried(ways: Implementation, slots: int | None, activations: str) -> list[tuple[int, bool, bool]]:
@@ -65,6 +66,9 @@ def test_candidates() -> None:
     assert [n for n, again, _ in plain if not again] == [8192, 4096, 2048, 2048, 1024], (
         "the eager implementation cannot recompute"
     )
+    blocks = candidates(ways, slots=None, activations="auto", rows_per_slot=16)
+    assert [w.slots for w in blocks] == [512, 256, 128, 128, 128, 64]
+    assert candidates(ways, slots=9, activations="keep", rows_per_slot=16)[0].slots == 9
     assert tried(ways, 77, "recompute") == [(77, True, True), (77, True, False)]
     assert tried(ways, 77, "auto") == [(77, False, True), (77, False, False), (77, True, False)]
 

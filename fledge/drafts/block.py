@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fledge.drafts.draft import Draft
+from fledge.drafts.layers import EAGER, Compute
 
 # attend(layer, q [N, Q, H, d], k [N, Q, G, d], v [N, Q, G, d]) -> [N, Q, H, d]: of the Q rows of N blocks
 BlockAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -22,8 +23,11 @@ class BlockDraft(Draft):
 
     Training and decoding both call these functions, each with an `attend` of its own. Keys and values have
     `config.num_key_value_heads` heads of `config.head_dim` in `config.num_hidden_layers` layers, in the draft's dtype.
+    `compute` has products, norms, rotation and MLP by kernels in training on a GPU; a network that does not use it
+    trains with these in plain torch.
     """
 
+    implementations = ("eager", "flex", "triton")
     causal = False
 
     def window(self, layer: int) -> int | None:
@@ -35,12 +39,18 @@ class BlockDraft(Draft):
         """The number Q of rows of a block that drafts K tokens."""
         return K
 
-    def context(self, states_TAD: Tensor, position_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def rows_per_slot(self, K: int) -> int:
+        """See `Draft.rows_per_slot`: a slot is an anchor."""
+        return self.block_rows(K)
+
+    def context(self, states_TAD: Tensor, position_T: Tensor, compute: Compute = EAGER) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values, [T, G, d], of T tokens at rotary positions `position_T` (int64), from the
         target's hidden states at them (`select_states`)."""
         raise NotImplementedError
 
-    def block(self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend) -> Tensor:
+    def block(
+        self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend, compute: Compute = EAGER
+    ) -> Tensor:
         """The head's inputs [N, K, E] for the K tokens after each of N anchors, whose target ids and rotary positions
         are given (int64)."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fledge.config import DraftConfig
 from fledge.drafts.block import BlockAttend, BlockDraft
-from fledge.drafts.layers import Layer, Linear, RMSNorm
+from fledge.drafts.layers import EAGER, Compute, Layer, Linear, RMSNorm
 
 
 class DFlashDraft(BlockDraft):
@@ -46,12 +46,15 @@ class DFlashDraft(BlockDraft):
     def block_rows(self, K: int) -> int:
         return K + 1
 
-    def context(self, states_TAD: Tensor, position_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def context(self, states_TAD: Tensor, position_T: Tensor, compute: Compute = EAGER) -> list[tuple[Tensor, Tensor]]:
         layers = cast(Iterable[Layer], self.layers)
-        state_TE, rotation = self.hidden_norm(self.fc(states_TAD.flatten(1))), self.rotary(position_T, self.dtype)
-        return [layer.self_attn(state_TE, state_TE, rotation, None, part="keys")[1:] for layer in layers]
+        (joined_TE,) = compute.products(states_TAD.flatten(1), self.fc)
+        state_TE, rotation = compute.norm(self.hidden_norm, joined_TE)[0], self.rotary(position_T, self.dtype)
+        return [layer.self_attn(state_TE, state_TE, rotation, None, compute, part="keys")[1:] for layer in layers]
 
-    def block(self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend) -> Tensor:
+    def block(
+        self, token_N: Tensor, position_N: Tensor, K: int, attend: BlockAttend, compute: Compute = EAGER
+    ) -> Tensor:
         N, Q, mask = token_N.numel(), K + 1, self.config.mask_token_id
         assert mask is not None
         token_NQ = torch.cat([token_N[:, None], token_N.new_full((N, K), mask)], dim=1)
@@ -62,5 +65,6 @@ class DFlashDraft(BlockDraft):
             def rows(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
                 return attend(i, *(x.unflatten(0, (N, Q)) for x in (q, k, v))).flatten(0, 1)
 
-            state_ME, _, _ = layer(state_ME, None, rotation, rows)
-        return self.norm(state_ME.unflatten(0, (N, Q))[:, 1:])
+            state_ME, _, _ = layer(state_ME, None, rotation, rows, compute)
+        drafted_ME = state_ME.unflatten(0, (N, Q))[:, 1:].flatten(0, 1)
+        return compute.norm(self.norm, drafted_ME)[0].unflatten(0, (N, K))

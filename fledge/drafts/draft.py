@@ -132,6 +132,10 @@ class Draft(nn.Module):
         """The logits [S, W] over the draft's vocabulary."""
         return linear(head_input_SE, self.head)
 
+    def rows_per_slot(self, K: int) -> int:
+        """The number of rows that a slot has in the layers at once, in the training of K steps."""
+        return 1
+
     def select_states(self, features: Features) -> Tensor:
         """The target's hidden states that this draft reads, [T, A, D]: those of the captured layers, or only the final
         state (A = 1)."""

@@ -181,7 +181,7 @@ def _attend(q_SHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, own: Sequence[tuple[Ten
 
 
 @functools.cache
-def _flex_attention():
+def compiled_flex_attention():
     """flex_attention, compiled once for all lengths."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -211,7 +211,7 @@ def ttt_attention_flex(
     if d < MIN_HEAD_DIM:
         q, k, v = (F.pad(x, (0, MIN_HEAD_DIM - d)) for x in (q, k, v))
     how = dict(block_mask=mask, enable_gqa=H != G, scale=d**-0.5, return_lse=True, kernel_options=OPTIONS)
-    past, lse = _flex_attention()(q, k, v, **how)
+    past, lse = compiled_flex_attention()(q, k, v, **how)
     past = past[0, ..., :d].transpose(0, 1)
     if not own:
         return past

@@ -281,7 +281,7 @@ class _Attention(torch.autograd.Function):
         if S:
             tiles = _tiles(q, "forward")
             _forward[(triton.cdiv(S, tiles["BM"]), H)](
-                q, *_descriptors(tiles["BN"], k0, v0), tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T,
+                q, *descriptors(tiles["BN"], k0, v0), tuple(own[:J]), tuple(own[J:]), at, slot, first, out, lse, S, T,
                 D**-0.5 * LOG2E, H=H, G=G, D=D, BD=block_width(D), J=J, **tiles,
             )  # fmt: skip
         ctx.gradients = gradients
@@ -305,13 +305,13 @@ class _Attention(torch.autograd.Function):
             shape = dict(H=H, G=G, D=D, BD=block_width(D))
             tiles = _tiles(q, "queries")
             _backward_queries[(triton.cdiv(S, tiles["BM"]), H)](
-                q, *_descriptors(tiles["BN"], k0, v0), own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T,
+                q, *descriptors(tiles["BN"], k0, v0), own_k, own_v, at, slot, first, out, lse, dout, dq, delta, S, T,
                 **scales, **shape, J=J, **tiles,
             )  # fmt: skip
             tiles = _tiles(q, "keys")
             ranges = _query_ranges(slot, first, T, tiles["BN"])
             _backward_keys[(triton.cdiv(T, tiles["BN"]), G)](
-                *_descriptors(tiles["BM"], q, dout), k0, v0, slot, first, lse, delta, ranges, dk, dv, S, T,
+                *descriptors(tiles["BM"], q, dout), k0, v0, slot, first, lse, delta, ranges, dk, dv, S, T,
                 **scales, **shape, **tiles,
             )  # fmt: skip
             if J:
@@ -324,7 +324,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, *(k for k, _ in own_grads), *(v for _, v in own_grads)
 
 
-def _descriptors(rows: int, *tensors: Tensor) -> list[TensorDescriptor]:
+def descriptors(rows: int, *tensors: Tensor) -> list[TensorDescriptor]:
     """Tensor descriptors of [N, heads, d] tensors for blocks of `rows` rows of one head (TMA copies on Hopper).
 
     Rows beyond the last are read as zeros. If d is smaller than the block's width, the remaining columns contain the
@@ -361,8 +361,12 @@ TILES = {
 LARGE = 200_000  # bytes of shared memory per block that the first configuration needs
 
 
-def _tiles(q: Tensor, kernel: str) -> dict[str, int]:
+def needs_small_tiles(q: Tensor) -> bool:
+    """Whether the tiles of a kernel must be small: for heads of more than 128, of more than 16 bits, or on a GPU with
+    little shared memory."""
     small = q.dtype.itemsize > 2 or q.shape[-1] > 128
-    if q.is_cuda and not small:
-        small = shared_memory(q.device) < LARGE
-    return TILES[kernel][small]
+    return small or (q.is_cuda and shared_memory(q.device) < LARGE)
+
+
+def _tiles(q: Tensor, kernel: str) -> dict[str, int]:
+    return TILES[kernel][needs_small_tiles(q)]

@@ -105,6 +105,8 @@ class RowPass:
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in draft.parameters())
         self.gradients = GradientSums(draft.parameters(), draft.head) if learns else None
         self.document_starts = torch.tensor([a for a, _ in row.documents()])
+        fused, recompute = implementation.layers == "triton", implementation.recompute
+        self.compute = FusedCompute(recompute, self.gradients) if fused else Compute(recompute)
         states_TAD = draft.select_states(features).to(draft.device, draft.dtype)
         self.first = self.first_pass(add_feature_noise(states_TAD, row, objective.feature_noise, key))
         self.first_gradients: list[Tensor] = []  # summed over the chunks, one for each of `first.tensors()`
@@ -159,8 +161,6 @@ class EaglePass(RowPass):
 
     def first_pass(self, states_TAD: Tensor) -> FirstPass:
         """Step 0 of every token: the complete layers below the last one, and the last layer's keys and values."""
-        fused, recompute = self.implementation.layers == "triton", self.implementation.recompute
-        self.compute = FusedCompute(recompute, self.gradients) if fused else Compute(recompute)
         draft, all_tokens = self.draft, torch.arange(self.row.token_T.numel())
         token, position = to_device(step_inputs(self.row, all_tokens, 0), draft.device)
         # only the layers below the last compute attention
@@ -226,15 +226,18 @@ class EaglePass(RowPass):
 
 
 class BlockPass(RowPass):
-    """A block of K tokens from every slot, in one pass (`BlockDraft`). Attention is computed in plain torch."""
+    """A block of K tokens from every slot, in one pass (`BlockDraft`)."""
 
     draft: BlockDraft
 
     def first_pass(self, states_TAD: Tensor) -> FirstPass:
         if (asked := self.implementation.attention) not in self.draft.implementations:
-            raise ValueError(f"{self.draft.family.title} has no {asked!r} attention; train the draft with --impl eager")
+            able = " or ".join(self.draft.implementations)
+            raise ValueError(
+                f"{self.draft.family.title} has no {asked!r} attention; train the draft with --impl {able}"
+            )
         (position,) = to_device([self.row.position_T.long()], self.draft.device)
-        return FirstPass(0, states_TAD[:, 0, :0], self.draft.context(states_TAD, position))
+        return FirstPass(0, states_TAD[:, 0, :0], self.draft.context(states_TAD, position, self.compute))
 
     def steps(self, first: FirstPass, slots: list[Tensor], needed_P: Tensor, rows: list[Tensor]) -> Steps:
         draft, anchor_N = self.draft, slots[0]
@@ -246,10 +249,11 @@ class BlockPass(RowPass):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return block_attention(
-                q, k, v, *first.keys[layer], start_N, end_N, causal=draft.causal, window=draft.window(layer)
-            )
+                q, k, v, *first.keys[layer], start_N, end_N, causal=draft.causal, window=draft.window(layer),
+                impl=self.implementation.attention,
+            )  # fmt: skip
 
-        block_NKE = draft.block(token_N, position_N, len(slots), attend)
+        block_NKE = draft.block(token_N, position_N, len(slots), attend, self.compute)
         head_inputs = [block_NKE[:, k].index_select(0, at_S) for k, at_S in enumerate(among)]
         return Steps(head_inputs, head_inputs)
 

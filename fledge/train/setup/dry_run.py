@@ -212,7 +212,8 @@ def make_plan(options: TrainOptions, directory: RunDirectory, machine: Machine, 
         runs=not reads_features_only(recipe),
         staged=ROWS_AHEAD * recipe.features.layout.bytes(1, 1) if recipe.features else 0,
     )
-    done, asked = min(int((saved or {}).get("step", 0)), schedule.steps), tuple(implementations(recipe.options))
+    done = min(int((saved or {}).get("step", 0)), schedule.steps)
+    asked = tuple(implementations(recipe.options, draft.rows_per_slot(schedule.objective.depth)))
     return Plan(machine, work, asked, recipe, rows, schedule, directory, options.resume is not None, done)
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
+from fledge.ops.attention_block import BLOCKS
 from fledge.ops.attention_ttt import BLOCK
 from fledge.ops.loss import SLOTS_PER_GROUP, LossOptions
 from fledge.ops.training import GradientSums
@@ -18,6 +20,7 @@ from fledge.train.row_pass import Implementation
 from fledge.train.setup.run import GRADIENT_SUM_BYTES, UPDATE_BYTES, USABLE_FRACTION
 
 EAGER_SCORES = 8  # bytes per attention score that plain torch keeps
+EAGER_BLOCK_SCORES = 5  # float32 copies of the attention scores of some blocks that plain torch makes
 EAGER_LOGITS = 6  # float32 copies of a tile's logits that the plain loss makes
 
 
@@ -131,8 +134,6 @@ def step_bytes(work: Work, impl: Implementation, device: str) -> int:
     """The bytes of a training step beside weights, optimizer and hidden states, at its largest moment: the backward
     pass or the loss of a chunk of slots, or the update."""
     draft, config, width = work.draft, work.draft.config, work.draft.dtype.itemsize
-    E, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     live = max(work.slots[0], 1)
     n = min(impl.slots or live, live)  # slots of a chunk
     slots, chunks = max(n * sum(work.slots) // live, 1), -(-live // n)  # slots of a chunk at all steps together
@@ -142,6 +143,26 @@ def step_bytes(work: Work, impl: Implementation, device: str) -> int:
     each = width * (chunks > 1) + 4 * (chunks > GradientSums.CHUNKS + 1)
     gradients = 4 * head + each * (work.trained - head) + GRADIENT_SUM_BYTES * work.trained * (work.rows > 1)
 
+    blocks = isinstance(draft, BlockDraft)
+    activations, backward = (_block_bytes if blocks else _chain_bytes)(work, impl, device, n, slots)
+
+    # the logits of a group of tiles, and the teacher's logits of a tile
+    V, W, E = config.vocab_size, config.draft_vocab_size, config.hidden_size
+    options = LossOptions(chunk=impl.chunk, impl=impl.loss)
+    taught = min(slots, work.tokens) if blocks else n  # teacher rows of a chunk
+    rows = min(options.teacher_rows_per_chunk(V, W, len(work.slots), torch.device(device)), taught)
+    tile = rows * slots // taught
+    loss = width * (min(max(tile, SLOTS_PER_GROUP), slots) * (W + 2 * E) + rows * V)
+    loss += 4 * (EAGER_LOGITS * tile * W + 2 * rows * (V + W)) * (impl.loss == "eager")
+    return max(gradients + activations + max(loss, backward), UPDATE_BYTES * work.trained)
+
+
+def _chain_bytes(work: Work, impl: Implementation, device: str, n: int, slots: int) -> tuple[int, int]:
+    """The bytes that the first pass and a chunk save, and those of a layer's backward pass, for a draft of one token a
+    pass. The chunk has n slots, and `slots` at all steps together."""
+    config, width, E = work.draft.config, work.draft.dtype.itemsize, work.draft.config.hidden_size
+    inner, layers = config.intermediate_size, config.num_hidden_layers
+    heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     # elements that a layer saves of a slot, and what the first pass saves of each token
     layer = 4 * E + 2 * heads + 2 * kv + inner * (2 if impl.layers == "triton" else 4)
     kept = layer - 2 * inner if impl.recompute else layer
@@ -153,13 +174,29 @@ def step_bytes(work: Work, impl: Implementation, device: str) -> int:
         block = min(BLOCK[device], work.tokens)
         keys = max(work.document - (n - min(n, block)) // 2, block)
         activations += slots * layers * config.num_attention_heads * keys * EAGER_SCORES
+    return first_pass + activations, width * n * (3 * inner + 2 * E)
 
-    # the logits of a group of tiles, and the teacher's logits of a tile
-    V, W = config.vocab_size, config.draft_vocab_size
-    options = LossOptions(chunk=impl.chunk, impl=impl.loss)
-    rows = min(options.teacher_rows_per_chunk(V, W, len(work.slots), torch.device(device)), n)
-    tile = rows * slots // n
-    loss = width * (min(max(tile, SLOTS_PER_GROUP), slots) * (W + 2 * E) + rows * V)
-    loss += 4 * (EAGER_LOGITS * tile * W + 2 * rows * (V + W)) * (impl.loss == "eager")
-    backward = width * n * (3 * inner + 2 * E)
-    return max(gradients + first_pass + activations + max(loss, backward), UPDATE_BYTES * work.trained)
+
+def _block_bytes(work: Work, impl: Implementation, device: str, n: int, slots: int) -> tuple[int, int]:
+    """As `_chain_bytes`, for a draft of a block a pass: a chunk has n blocks, whose rows go through all layers
+    together."""
+    config, width, E = work.draft.config, work.draft.dtype.itemsize, work.draft.config.hidden_size
+    inner, layers, K = config.intermediate_size, config.num_hidden_layers, len(work.slots)
+    heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    rows = n * work.draft.rows_per_slot(K)
+    # of each token, the joined states, then keys and values, their gradients, and sums of these in float32
+    context = work.tokens * (2 * E * width + layers * kv * (5 * width + 8))
+    # elements that a layer saves of a row: queries before and after the rotation, and what attention found for them
+    mlp = inner * (2 if impl.layers == "triton" else 4)
+    layer = 4 * E + 3 * heads + 3 * kv + (0 if impl.recompute else mlp)
+    activations = width * (rows * layers * layer + 2 * E * (n * K + slots))
+    backward = width * rows * (3 * inner + 2 * E)
+    keys = work.document
+    if impl.attention == "flex":  # copies of all keys and values, and the mask of each pair
+        activations += layers * width * 2 * kv * (work.tokens + rows)
+        backward += 4 * rows * (work.tokens + rows)
+    if impl.attention == "eager":  # copies in float32, of keys and values for each part of the blocks
+        activations += layers * 4 * (rows * (heads + 2 * kv) + -(-n // BLOCKS) * keys * 2 * kv)
+        scores = min(n, BLOCKS) * (rows // n) * config.num_attention_heads * keys
+        backward += EAGER_BLOCK_SCORES * 4 * scores
+    return context + activations, backward

@@ -219,7 +219,7 @@ class ComputeOptions(Options):
     )  # fmt: skip
     slots: int | None = opt(
         "number of slots in flight; fewer take less memory (default: as many as fit in GPU memory, up to 8,192; 256 on "
-        "a CPU)", None, minimum=1
+        "a CPU; DFlash: blocks in flight, by default as many as have that many rows)", None, minimum=1
     )  # fmt: skip
     activations: str = opt(
         "activations of the MLP: keep, recompute, or auto (recompute if necessary to fit)", "auto",

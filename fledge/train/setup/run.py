@@ -32,13 +32,13 @@ from fledge.train.trainer import Hook, Run, Schedule, StepResult, train, with_fe
 from fledge.types import Packed
 
 SAVE_DTYPE = torch.bfloat16  # of the drafts that are written
-# (slots in flight, recompute the MLP's activations, prefetch the next row's features), from fast to small
+# (rows of slots in flight, recompute the MLP's activations, prefetch the next row's features), from fast to small
 CANDIDATES = (
     (8192, False, True), (4096, False, True), (2048, False, True), (2048, False, False), (2048, True, False),
     (1024, True, False),
 )  # fmt: skip
 SMALL_CHUNK = 512  # teacher rows of the loss at a time, if activations are recomputed
-CPU_SLOTS = 256  # eager attention reads all keys visible to any slot of a chunk, so small chunks cost less
+CPU_SLOTS = 256  # their rows: eager attention reads all keys visible to any slot of a chunk, so small chunks cost less
 USABLE_FRACTION = 0.93  # of the device's memory; the rest is left for fragmentation in the allocator
 UPDATE_BYTES = 6  # per parameter during the update: the 16-bit gradient and its float32 sum
 GRADIENT_SUM_BYTES = 4  # per parameter during the whole step, if a step has several rows
@@ -194,13 +194,15 @@ def warm_up_row(row: Packed) -> Packed:
     return Packed(token, doc, position, doc)
 
 
-def candidates(impl: Implementation, *, slots: int | None, activations: str) -> list[Implementation]:
+def candidates(
+    impl: Implementation, *, slots: int | None, activations: str, rows_per_slot: int = 1
+) -> list[Implementation]:
     """The implementations to try, from fast to small: CANDIDATES restricted to the options given.
 
     `slots` None leaves the number of slots in flight open. `activations` is "auto", "recompute" or "keep". Eager layers
-    never recompute.
+    never recompute. `rows_per_slot` is `Draft.rows_per_slot`.
     """
-    chosen = [(slots or n, recompute, prefetch) for n, recompute, prefetch in CANDIDATES]
+    chosen = [(slots or max(n // rows_per_slot, 1), again, prefetch) for n, again, prefetch in CANDIDATES]
     if impl.layers == "eager":
         chosen = [(n, False, prefetch) for n, _, prefetch in chosen]
     elif activations == "recompute":
@@ -219,7 +221,7 @@ def choose_implementation(
     """The requested implementation, with as many slots in flight as fit in GPU memory. Raises ValueError if none fits.
     A target rank tries nothing.
     """
-    asked = implementations(compute)
+    asked = implementations(compute, draft.rows_per_slot(schedule.objective.depth))
     if not compute.gpu or not ranks.trains:
         return asked[0]
     trial = _trial(draft, rows, source, schedule, ranks)
@@ -233,13 +235,14 @@ def choose_implementation(
     return chosen
 
 
-def implementations(compute: ComputeOptions) -> list[Implementation]:
-    """The requested implementations to choose from, from fast to small; a single one on a CPU."""
+def implementations(compute: ComputeOptions, rows_per_slot: int = 1) -> list[Implementation]:
+    """The requested implementations to choose from, from fast to small; a single one on a CPU. `rows_per_slot` is
+    `Draft.rows_per_slot`."""
     fast = "eager" if compute.impl == "eager" else "triton"
     implementation = Implementation(attention=compute.impl, loss=fast, layers=fast)
     if not compute.gpu:
-        return [replace(implementation, slots=compute.slots or CPU_SLOTS)]
-    return candidates(implementation, slots=compute.slots, activations=compute.activations)
+        return [replace(implementation, slots=compute.slots or max(CPU_SLOTS // rows_per_slot, 1))]
+    return candidates(implementation, slots=compute.slots, activations=compute.activations, rows_per_slot=rows_per_slot)
 
 
 def _trial(draft: Draft, rows: Rows, source: FeatureSource, schedule: Schedule, ranks: Ranks) -> Trial:
