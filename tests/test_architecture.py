@@ -26,13 +26,13 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # commit gives the reason. Blank lines are not counted. The lines behind an entry are those of all modules that the
 # entry imports, also inside functions.
 BUDGETS = {
-    "files": 180,
-    "lines": 29_876,
-    "statements": 22_683,
-    "lines behind fledge train": 22_681,
-    "lines behind fledge generate": 13_186,
-    "lines behind the training loop": 5_281,
-    "lines behind the engine": 9_550,
+    "files": 181,
+    "lines": 30_532,
+    "statements": 23_127,
+    "lines behind fledge train": 23_303,
+    "lines behind fledge generate": 13_274,
+    "lines behind the training loop": 5_801,
+    "lines behind the engine": 9_638,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,
