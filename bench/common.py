@@ -84,8 +84,9 @@ def random_draft(
         draft = new_draft(config).to(device, dtype)
         randomize(draft)
         table, head = (torch.randn(V, E, dtype=dtype) * 0.02 for _ in range(2))
-        draft.share_target_weights(table)
-        features = Features(torch.randn(tokens, 3, E, dtype=dtype), torch.randn(tokens, E, dtype=dtype))
+        draft.share_target_weights(table, head)
+        states = torch.randn(tokens, config.num_aux_hidden_states, E, dtype=dtype)
+        features = Features(states, torch.randn(tokens, E, dtype=dtype))
     draft.set_vocabulary(torch.arange(W) * (V // W))
     return draft, features, head
 

@@ -27,11 +27,11 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # entry imports, also inside functions.
 BUDGETS = {
     "files": 181,
-    "lines": 30_532,
-    "statements": 23_127,
-    "lines behind fledge train": 23_303,
+    "lines": 30_533,
+    "statements": 23_128,
+    "lines behind fledge train": 23_304,
     "lines behind fledge generate": 13_274,
-    "lines behind the training loop": 5_801,
+    "lines behind the training loop": 5_802,
     "lines behind the engine": 9_638,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,

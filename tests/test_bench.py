@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fledge.commands.serve import ServeOptions
 from fledge.drafts.weights import save_draft
+from fledge.measure.record import is_record
 from fledge.states.vllm_files import STATES
 from fledge.targets.loading import load_target
 from fledge.types import Round, Trace
@@ -50,6 +51,24 @@ def test_train_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert half["ms"] > 0 and half["teacher"] == "V"
     online = found["online"]
     assert 0 < online["target_ms"] < online["ms"] and online["tokens_per_s"] == pytest.approx(512e3 / online["ms"])
+
+
+def test_block_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    words = "--shape", "tiny", "--depth", 4, "--cases", "200:24", "--slots", 16, "--repeats", 1
+    found = record(tmp_path, monkeypatch, "block_step", *words)
+    assert is_record(found)
+    (row,) = found["rows"]
+    assert row["T"] == 200 and row["anchors"] == 24 == row["slots"][0] and row["scored"] == row["slots"]
+    assert row["ratio"] == pytest.approx(row["ms"] / row["products_ms"]) and row["attention_ms"] > 0
+    E, inner, heads, kv, V = 64, 128, 64, 32, 512
+    context = 2 * 200 * (2 * 2 * 64 * E + 2 * 2 * 3 * E * kv)
+    layers = 2 * 24 * 5 * 2 * 3 * (2 * E * heads + 2 * E * kv + 3 * E * inner)
+    head = 2 * sum(row["slots"]) * 2 * E * V
+    assert row["tflop"] * 1e12 == pytest.approx(context + layers + head, rel=0.2)
+    assert row["tflop"] * 1e12 > context + layers + head, "the teacher's logits count too"
+    with pytest.raises(SystemExit):
+        record(tmp_path, monkeypatch, "block_step", *words, "--impls", "triton")
+    assert "flex and triton need a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -153,10 +153,12 @@ def test_gpus_that_are_not_there_need_no_weights(words: list[Any], fledge: Fledg
     assert fledge(*words, "--dry-run", "--device", "cpu").code == 2  # to be timed, the target is loaded
 
 
-@pytest.mark.parametrize("method", ["eagle3.1", "eagle1", "peagle --layers 2", "eagle3 --train-embeddings"])
+@pytest.mark.parametrize(
+    "method", ["eagle3.1", "eagle1", "peagle --layers 2", "eagle3 --train-embeddings", "dflash --layers 2"]
+)
 def test_the_draft_of_every_method_is_planned(method: str, words: list[Any], fledge: Fledge, tmp_path: Path) -> None:
     """The plan trains as many parameters as the run, and as one that continues its draft, which must fit the target."""
-    if method == "eagle1":
+    if method.split()[0] in ("eagle1", "dflash"):
         del words[9:11]  # it has the target's vocabulary
     words += ["--method", *method.split()]
     planned = fledge(*words, "--dry-run", "--gpu-memory", 8)

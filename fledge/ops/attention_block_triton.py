@@ -57,9 +57,10 @@ def _load_own(
 def _own_visible(query, Q: tl.constexpr, BQ: tl.constexpr, CAUSAL: tl.constexpr):
     """The own keys that each row sees, bool [BM, BQ]."""
     key = tl.arange(0, BQ)
+    visible = (key < Q)[None, :] & (query >= 0)[:, None]
     if CAUSAL:
-        return (key < Q)[None, :] & (key[None, :] <= query[:, None])
-    return (key < Q)[None, :] & (query >= 0)[:, None]
+        visible = visible & (key[None, :] <= query[:, None])
+    return visible
 
 
 @triton.jit

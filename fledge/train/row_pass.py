@@ -254,7 +254,7 @@ class BlockPass(RowPass):
             )  # fmt: skip
 
         block_NKE = draft.block(token_N, position_N, len(slots), attend, self.compute)
-        head_inputs = [block_NKE[:, k].index_select(0, at_S) for k, at_S in enumerate(among)]
+        head_inputs = [x_NE.index_select(0, at_S) for x_NE, at_S in zip(block_NKE.unbind(1), among, strict=True)]
         return Steps(head_inputs, head_inputs)
 
 
