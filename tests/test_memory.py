@@ -19,7 +19,16 @@ from fledge.train import trainer
 from fledge.train.objective import simulate_decoding
 from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup import run
-from fledge.train.setup.run import CANDIDATES, USABLE_FRACTION, Trial, candidates, choose, warm_up_row
+from fledge.train.setup.options import ComputeOptions
+from fledge.train.setup.run import (
+    CANDIDATES,
+    USABLE_FRACTION,
+    Trial,
+    candidates,
+    choose,
+    implementations,
+    warm_up_row,
+)
 from fledge.types import Features, Packed
 from support.chats import tiny_chats
 from support.commands import Ran
@@ -69,6 +78,8 @@ def test_candidates() -> None:
     blocks = candidates(ways, slots=None, activations="auto", rows_per_slot=16)
     assert [w.slots for w in blocks] == [512, 256, 128, 128, 128, 64]
     assert candidates(ways, slots=9, activations="keep", rows_per_slot=16)[0].slots == 9
+    on_cpu = ComputeOptions(device="cpu", impl="eager")
+    assert [w.slots for rows in (1, 16, 300) for w in implementations(on_cpu, rows)] == [256, 16, 1]
     assert tried(ways, 77, "recompute") == [(77, True, True), (77, True, False)]
     assert tried(ways, 77, "auto") == [(77, False, True), (77, False, False), (77, True, False)]
 

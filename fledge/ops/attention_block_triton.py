@@ -234,7 +234,7 @@ def _backward_context(
     Q: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    at, g, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(0)  # more blocks read earlier tokens
+    g, at, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)  # more blocks read earlier tokens
     key, d = at * BN + tl.arange(0, BN), tl.arange(0, BD)
     tile = (key < P)[:, None] & (d < D)[None, :]
     place = key[:, None].to(tl.int64) * (G * D) + g * D + d[None, :]
@@ -316,7 +316,7 @@ class _BlockAttention(torch.autograd.Function):
                 ctx.window, **scales, **shape, BQ=_power_of_two(Q), CAUSAL=ctx.causal, **tiles,
             )  # fmt: skip
             tiles = _tiles(q, "context", G)
-            _backward_context[(triton.cdiv(P, tiles["BN"]), G)](
+            _backward_context[(G, triton.cdiv(P, tiles["BN"]))](
                 q, dout, context_k, context_v, start, end, lse, delta, ranges, dcontext_k, dcontext_v, P, ctx.window,
                 **scales, **shape, **tiles,
             )  # fmt: skip
@@ -351,9 +351,9 @@ def _block_ranges(start: Tensor, latest: Tensor, end: Tensor, P: int, width: int
 
 
 # the largest tile of query rows, the tile of context tokens, and the stages of each kernel: for 16-bit heads of at most
-# 128 on a Hopper GPU, and for all other cases
+# 128 on a Hopper GPU, where two programs share the memory of a multiprocessor, and for all other cases
 TILES = {
-    "forward": (dict(BM=64, BN=64, num_stages=3), dict(BM=64, BN=32, num_stages=1)),
+    "forward": (dict(BM=64, BN=64, num_stages=2), dict(BM=64, BN=32, num_stages=1)),
     "blocks": (dict(BM=64, BN=64, num_stages=2), dict(BM=32, BN=32, num_stages=1)),
     "context": (dict(BM=64, BN=64, num_stages=2), dict(BM=32, BN=32, num_stages=1)),
 }
