@@ -71,7 +71,7 @@ STAGES = {
     "tests": Stage(f"{PYTEST} -m gpu tests", 240),
     "more_tests": Stage(f"{PYTEST} {' '.join(f'tests/test_{name}.py' for name in ON_BOTH.split())}", 180),
     "two_gpu_tests": Stage(f"{PYTEST} tests/test_two_gpus.py", 220, gpus=2),
-    "block_step": Stage("bench/block_step.py --out {out}", 120),
+    "block_step": Stage("bench/block_step.py --out {out}", 200),
     "features": Stage("bench/features.py --device cuda --out {out}", 80),
     "kernels": Stage("bench/decode_kernels.py --out {out}", 60),
     "attention": Stage("bench/decode_kernels.py --sweep attention --lengths 16384 --out {out}", 90),
