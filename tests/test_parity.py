@@ -21,6 +21,7 @@ from torch import Tensor
 from fledge.data.documents import Document
 from fledge.data.pack import make_row
 from fledge.decode.propose import BlockProposer, Proposer
+from fledge.drafts import dflash as dflash_module
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import DraftDecoder
 from fledge.ops import attention_ttt
@@ -267,6 +268,10 @@ SHAPES: dict[str, tuple[dict, dict]] = {  # name -> target, draft
     "dflash": ({}, DFLASH),
     "dflash, causal": (dict(family="qwen3", attention_bias=True), DFLASH | dict(block_causal=True)),
     "dflash, windows": (dict(family="phi3"), DFLASH | dict(windows=(7, None), attention_bias=True)),
+    "dflash, convolutions": (dict(attention_bias=True), DFLASH | dict(block_conv=True, attention_bias=True)),
+    "dflash, causal, windows, convolutions": (
+        dict(family="qwen3"), DFLASH | dict(block_causal=True, windows=(7, None), block_conv=True),
+    ),
     "dflash, causal, one layer, windows, yarn": (
         dict(head_dim=12, **rope(**YARN)),
         dict(method="dflash", mask_token_id=3, block_causal=True, windows=(6,), aux_layers=(8,),
@@ -424,6 +429,21 @@ def block_sees_a_token_more(attend: Any, *given: Any, window: int | None, **more
     return attend(*given, window=window and window + 1, **more)
 
 
+def taps_of_the_block_before(convolve: Any, x: Tensor, base: Tensor, delta: Tensor, rows: int) -> Tensor:
+    return convolve(x, base, delta, x.shape[0])
+
+
+def taps_of_the_row_after(convolve: Any, x: Tensor, base: Tensor, delta: Tensor, rows: int) -> Tensor:
+    if x.shape[0] == rows:  # in decoding, which has one block here
+        return convolve(x, base, delta, rows)
+    x, delta = (part.unflatten(0, (-1, rows)).flip(1).flatten(0, 1) for part in (x, delta))
+    return convolve(x, base, delta, rows).unflatten(0, (-1, rows)).flip(1).flatten(0, 1)
+
+
+def taps_without_deltas(convolve: Any, x: Tensor, base: Tensor, delta: Tensor, rows: int) -> Tensor:
+    return convolve(x, base, delta if x.shape[0] == rows else 0 * delta, rows)
+
+
 class ForgetsOwnValues(OwnSteps):
     def append(self, pair: tuple[Tensor, Tensor]) -> None:
         super().append((pair[0], 0 * pair[1]))
@@ -452,6 +472,9 @@ REPLACED = [
     (passes_module, "block_attention", block_sees_its_anchor, "dflash"),
     (passes_module, "block_attention", block_sees_other_documents, "dflash"),
     (passes_module, "block_attention", block_sees_a_token_more, "dflash, windows"),
+    (dflash_module, "convolve_blocks", taps_of_the_block_before, "dflash, convolutions"),
+    (dflash_module, "convolve_blocks", taps_of_the_row_after, "dflash, convolutions"),
+    (dflash_module, "convolve_blocks", taps_without_deltas, "dflash, convolutions"),
 ]
 # Mistakes in a method of the draft that training alone calls: (method, its replacement, shape of the models)
 ALTERED = [

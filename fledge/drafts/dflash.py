@@ -1,17 +1,93 @@
-"""DFlash's draft (Chen et al. 2026, arXiv:2602.06036), and with `block_causal` JetSpec's (arXiv:2606.18394): a block of
-masked rows over the target's hidden states."""
+"""DFlash's draft (Chen et al. 2026, arXiv:2602.06036): a block of masked rows over the target's hidden states. With
+`block_causal`, it is JetSpec's (arXiv:2606.18394); `block_conv` is of DFlash 2 (https://inco.ai/blog/dflash2)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fledge.config import DraftConfig
+from fledge.config import CONV_GROUP, CONV_TAPS, NO_RANK, DraftConfig
 from fledge.drafts.block import BlockAttend, BlockDraft
-from fledge.drafts.layers import EAGER, Compute, Layer, Linear, RMSNorm
+from fledge.drafts.layers import EAGER, Attend, Compute, Layer, Linear, RMSNorm, Rotation
+
+
+class ZeroLinear(Linear):
+    """A `Linear` without bias that begins with zeros."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws no random numbers, so that the other parameters of a draft are those of a draft without this module."""
+        nn.init.zeros_(self.weight)
+
+
+class BlockConv(nn.Module):
+    """Two depthwise convolutions over the rows of a block, one before and one after a sublayer (attention or MLP):
+
+        y_t = Σ_o (base[o] + delta_t[o]) x_{t-o},   o = 0, 1
+
+    x_t is row t, and the row before a block's first row is zero. `base_kernel` has a factor for each channel, [2, taps,
+    E]: those before the sublayer, then those after it. `kernel_projection` computes both deltas from the sublayer's
+    input, a factor for each group of CONV_GROUP channels. Without training, both convolutions return their input.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.empty(2, CONV_TAPS, width))
+        self.kernel_projection = ZeroLinear(width, 2 * CONV_TAPS * (width // CONV_GROUP))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Makes both convolutions return their input."""
+        self.kernel_projection.reset_parameters()
+        self.base_kernel.zero_()
+        self.base_kernel[:, 0] = 1
+
+    def before(self, x_ME: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """The convolution of a sublayer's input, which has blocks of `rows` rows, and the deltas for `after`."""
+        delta_M2oG = self.kernel_projection(x_ME).unflatten(-1, (2, CONV_TAPS, -1))
+        return convolve_blocks(x_ME, self.base_kernel[0], delta_M2oG[:, 0], rows), delta_M2oG[:, 1]
+
+    def after(self, x_ME: Tensor, delta_MoG: Tensor, rows: int) -> Tensor:
+        """The convolution of the sublayer's output."""
+        return convolve_blocks(x_ME, self.base_kernel[1], delta_MoG, rows)
+
+
+def convolve_blocks(x_ME: Tensor, base_oE: Tensor, delta_MoG: Tensor, rows: int) -> Tensor:
+    """y_t = Σ_o (base[o] + delta_t[o]) x_{t-o} of the rows of each block. A block has `rows` rows, and zeros before its
+    first row. A delta is added to the factors of E / G neighbouring channels."""
+    G = delta_MoG.shape[-1]
+    x_NQGc, base_oGc = x_ME.view(-1, rows, G, x_ME.shape[1] // G), base_oE.unflatten(1, (G, -1))
+    factor_oNQGc = base_oGc[:, None, None] + delta_MoG.unflatten(0, (-1, rows)).movedim(2, 0)[..., None]
+    y_NQGc = factor_oNQGc[0] * x_NQGc
+    for o in range(1, min(len(base_oE), rows)):
+        y_NQGc = y_NQGc + factor_oNQGc[o] * nn.functional.pad(x_NQGc[:, :-o], (0, 0, 0, 0, o, 0))
+    return y_NQGc.view_as(x_ME)
+
+
+class ConvLayer(Layer):
+    """A decoder layer whose attention and MLP each stand between two convolutions over the rows of a block."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__(config, qk_norm=True)
+        self.attention_conv, self.mlp_conv = BlockConv(config.hidden_size), BlockConv(config.hidden_size)
+
+    def convolved(self, state_ME: Tensor, rotation: Rotation, attend: Attend, rows: int, compute: Compute) -> Tensor:
+        """The output state [M, E] of whole blocks of `rows` rows."""
+        nothing_ME = torch.zeros_like(state_ME)  # in place of the residual, which no convolution may read
+        normed_ME, state_ME = compute.norm(self.input_layernorm, state_ME)
+        x_ME, delta = self.attention_conv.before(normed_ME, rows)
+        attended_ME, _, _ = self.self_attn(x_ME, nothing_ME, rotation, attend, compute)
+        state_ME = state_ME + self.attention_conv.after(attended_ME, delta, rows)
+        normed_ME, state_ME = compute.norm(self.post_attention_layernorm, state_ME)
+        x_ME, delta = self.mlp_conv.before(normed_ME, rows)
+        return state_ME + self.mlp_conv.after(compute.mlp(self.mlp, x_ME, nothing_ME), delta, rows)
 
 
 class DFlashDraft(BlockDraft):
@@ -29,16 +105,38 @@ class DFlashDraft(BlockDraft):
         E, eps = config.hidden_size, config.rms_norm_eps
         self.fc = Linear(config.num_aux_hidden_states * config.target_hidden_size, E, bias=False)
         self.hidden_norm = RMSNorm(E, eps)
-        self.layers = nn.ModuleList(Layer(config, qk_norm=True) for _ in range(config.num_hidden_layers))
+        layer = ConvLayer if config.block_conv else functools.partial(Layer, qk_norm=True)
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(E, eps)
         self.causal = config.block_causal
 
     @torch.no_grad()
     def initialize(self, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:
-        """Draws the matrices from normal(0, 0.02); norms are 1."""
+        """Draws the matrices from normal(0, 0.02); norms are 1. Convolutions return their input, so that the draft
+        computes what it would compute without them."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, BlockConv):
+                module.reset()
+            elif isinstance(module, nn.Linear) and not isinstance(module, ZeroLinear):
                 module.weight.normal_(0, 0.02)
+
+    @classmethod
+    def to_file(cls, config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Draft.to_file`. Engines load DFlash 2's convolutions and selector, or neither. A draft without a
+        selector therefore gets a selector of zeros, which changes no choice."""
+        tensors = dict(state)
+        if config.block_conv:
+            shapes = dict(predecessor_codebook=config.vocab_size, successor_codebook=config.vocab_size)
+            zeros = {name: tensors["norm.weight"].new_zeros(rows, NO_RANK) for name, rows in shapes.items()}
+            zeros["hidden_projection.weight"] = tensors["norm.weight"].new_zeros(NO_RANK, config.hidden_size)
+            tensors |= {f"candidate_selector.{name}": x for name, x in zeros.items()}
+        return tensors
+
+    @classmethod
+    def from_file(cls, tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
+        """See `Draft.from_file`. Leaves out a selector of zeros."""
+        given = super().from_file(tensors, config)
+        return {name: x for name, x in given.items() if not name.startswith("candidate_selector.") or x.any()}
 
     def window(self, layer: int) -> int | None:
         return self.config.windows[layer] if self.config.windows else None
@@ -62,9 +160,12 @@ class DFlashDraft(BlockDraft):
         state_ME, rotation = self.embed(token_NQ.flatten()), self.rotary(position_NQ.flatten(), self.dtype)
         for i, layer in enumerate(self.layers):
 
-            def rows(q: Tensor, k: Tensor, v: Tensor, i: int = i) -> Tensor:
+            def rows(q: Tensor, k: Any, v: Any, i: int = i) -> Tensor:
                 return attend(i, *(x.unflatten(0, (N, Q)) for x in (q, k, v))).flatten(0, 1)
 
-            state_ME, _, _ = layer(state_ME, None, rotation, rows, compute)
+            if isinstance(layer, ConvLayer):
+                state_ME = layer.convolved(state_ME, rotation, rows, Q, compute)
+            else:
+                state_ME, _, _ = layer(state_ME, None, rotation, rows, compute)
         drafted_ME = state_ME.unflatten(0, (N, Q))[:, 1:].flatten(0, 1)
         return compute.norm(self.norm, drafted_ME)[0].unflatten(0, (N, K))

@@ -261,10 +261,11 @@ class DFlashDecoder(BlockDecoder):
 
 
 def block_decoder(draft: BlockDraft) -> BlockDecoder:
-    """The fastest decoder that computes what the draft does."""
+    """The fastest decoder that computes what the draft does. The fused operations have no convolutions."""
     computed = ("context", "block", "block_rows", "window", "logits", "embed")
     same = all(getattr(type(draft), name) is getattr(DFlashDraft, name, None) for name in computed)
-    return DFlashDecoder(draft) if isinstance(draft, DFlashDraft) and same else BlockDecoder(draft)
+    fused = isinstance(draft, DFlashDraft) and same and not draft.config.block_conv
+    return DFlashDecoder(draft) if fused else BlockDecoder(draft)
 
 
 def _layer_shape(config: DraftConfig) -> LayerShape:

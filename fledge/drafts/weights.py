@@ -306,14 +306,15 @@ def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor], marked: Tensor |
 
 MAX_VALUE = 1e5  # trained weights are far smaller; float16 ends at 65,504
 ZERO = 1e-12  # a tensor counts as zero if all its values are smaller in magnitude
+MAY_BE_ZERO = ("mask_hidden", "kernel_projection.weight")  # names' ends, of P-EAGLE and DFlash 2: zero before training
 MAX_NAMES = 3  # tensor names in a message
 
 
 def find_damage(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Checks (name, tensor) pairs, and returns one message for each kind of damage found, with the tensors' names.
 
-    Damage is a NaN or infinite value, a value above MAX_VALUE, or a tensor of zeros. Biases and P-EAGLE's `mask_hidden`
-    may be zero. Integer tensors are not checked; floating-point tensors need a dtype of 16 bits or more.
+    Damage is a NaN or infinite value, a value above MAX_VALUE, or a tensor of zeros. Biases and the tensors of
+    MAY_BE_ZERO may be zero. Integer tensors are not checked; floating-point tensors need a dtype of 16 bits or more.
     """
     nonfinite, zero, huge = [], [], []
     for name, tensor in tensors:
@@ -325,7 +326,7 @@ def find_damage(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
             nonfinite.append(name)
         elif largest > MAX_VALUE:
             huge.append(name)
-        elif largest < ZERO and not name.endswith(".bias") and name != "mask_hidden":
+        elif largest < ZERO and not name.endswith((".bias", *MAY_BE_ZERO)):
             zero.append(name)
     kinds = (nonfinite, "NaN or infinite values"), (zero, "only zeros"), (huge, f"values above {MAX_VALUE:,.0f}")
     return [f"{_join(names)} {'has' if len(names) == 1 else 'have'} {what}" for names, what in kinds if names]

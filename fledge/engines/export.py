@@ -25,9 +25,11 @@ from fledge.io.fields import CONFIG as FLAT_FIELDS
 from fledge.io.fields import shortened, some_of
 from fledge.io.formats import (
     CLASSES,
+    CONV,
     DRAFT_FIELDS,
     NORM_FIELDS,
     REFUSED_FIELDS,
+    SELECTOR,
     config_to_hf,
     is_speculators,
     to_engine,
@@ -262,6 +264,7 @@ def _block_as_read(hf: dict[str, Any], engine: str) -> dict[str, Any]:
         read |= {"block_size": inside.get("block_size") or hf.get("block_size")}
     windows = [hf.get("sliding_window") if of_window else None for of_window in sliding]
     layers = inside.get("target_layer_ids", hf.get("target_layer_ids"))
+    read |= {name: inside.get(name) for name in (*CONV, *SELECTOR)}
     return read | {"mask_token_id": mask, "windows": windows, "target_layer_ids": layers}
 
 

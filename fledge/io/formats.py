@@ -10,11 +10,22 @@ draft. Sources: speculators' config classes (`SpeculatorModelConfig`, `Eagle3Spe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from fledge.config import REQUIRED, DraftConfig, Provenance, RopeConfig, engine_layers, first_of, heads_of
+from fledge.config import (
+    CONV_GROUP,
+    CONV_TAPS,
+    NO_RANK,
+    REQUIRED,
+    DraftConfig,
+    Provenance,
+    RopeConfig,
+    engine_layers,
+    first_of,
+    heads_of,
+)
 from fledge.io.fields import (
     BLOCK,
     CONFIG,
@@ -178,6 +189,9 @@ DFLASH_CONFIG = {
     "block_size": BLOCK,
     **dict.fromkeys(("causal", "causal_head"), FLAG),
 }
+DFLASH2 = "DFlash2DraftModel"  # the engines' class of drafts with convolutions and a selector
+CONV = {"conv_kernel_size": CONV_TAPS, "conv_group_size": CONV_GROUP}
+SELECTOR = {"selector_rank": NO_RANK, "selector_top_k": 16}
 # fields of the flat layout that EAGLE's drafts alone have
 FLAT_ONLY = (
     "bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "num_aux_hidden_states", "eagle_config",
@@ -185,8 +199,7 @@ FLAT_ONLY = (
 )  # fmt: skip
 # fields of other drafts in the same layout, and of logits that fledge does not compute
 DFLASH_UNKNOWN = (
-    "conv_kernel_size", "selector_rank", "markov_rank", "input_embedding_scale", "output_multiplier",
-    "final_logit_softcapping",
+    "selector_rank", "markov_rank", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
 
 
@@ -202,13 +215,15 @@ def from_dflash(hf: dict[str, Any]) -> dict[str, Any]:
     The number of rows of a block becomes `fledge.depth`, and the target's number of layers `fledge.target_layers`,
     unless the file has these. Without layers, the default ones are read, and without a number of rows, a block has as
     many as by default. Raises ValueError for a block of unknown causality, for windows of unknown layers, and for other
-    drafts in the same layout, such as DFlash 2.
+    drafts in the same layout, such as DSpark.
     """
     top, own = Fields(hf, CONFIG), dict(Fields(hf, CONFIG).get("fledge", {}))
     inside = top.nested("dflash_config", DFLASH_CONFIG)
+    said = hf | (hf.get("dflash_config") or {})
     for name in DFLASH_UNKNOWN:
-        value = (hf.get("dflash_config") or {}).get(name, hf.get(name))
-        if value not in (None, 1, 1.0, 0, False):
+        value = said.get(name)
+        no_selector = name in SELECTOR and own.get("candidate_selector") is False
+        if value not in (None, 1, 1.0, 0, False) and not no_selector:
             raise ValueError(
                 f"{name} is {format_value(value)}: fledge has no drafts of this kind, which is not DFlash's"
             )
@@ -229,8 +244,20 @@ def from_dflash(hf: dict[str, Any]) -> dict[str, Any]:
     own |= {"depth": block - 1} if block and "depth" not in own else {}
     own |= {"target_layers": n} if n and "target_layers" not in own else {}
     flat = {"target_layer_ids": layers, "block_causal": _is_causal(top, inside), "fledge": own}
+    flat["block_conv"] = _has_conv(said)
     mask = {name: inside.get(name) for name in ("mask_token_id",) if name in inside and name not in top}
     return hf | flat | mask
+
+
+def _has_conv(said: dict[str, Any]) -> bool:
+    """Whether a draft has DFlash 2's convolutions, from all fields of its config.json."""
+    found = {name: said.get(name) for name in CONV}
+    if found["conv_kernel_size"] is None:
+        return False
+    for name, value in found.items():
+        if value not in (None, CONV[name]):
+            raise ValueError(f"{name} is {format_value(value)}; fledge has convolutions with {CONV[name]} only")
+    return True
 
 
 def _is_causal(top: Fields, inside: Fields) -> bool:
@@ -255,14 +282,16 @@ def _is_causal(top: Fields, inside: Fields) -> bool:
     return kinds == {True}
 
 
-def to_dflash(
-    flat: dict[str, Any], layers: Iterable[int], causal: bool, windows: Sequence[int | None]
-) -> dict[str, Any]:  # fmt: skip
-    """A config.json in DFlash's layout from one in the flat layout. `layers`, `causal` and `windows` are as in
-    `DraftConfig`. Causality is written in three places: versions of engines read different ones."""
+def to_dflash(flat: dict[str, Any], config: DraftConfig) -> dict[str, Any]:
+    """A config.json in DFlash's layout from one in the flat layout. Causality is written in three places: versions of
+    engines read different ones. A draft with convolutions is DFlash 2's, which engines load with a selector."""
     hf = {k: v for k, v in flat.items() if k not in (*MASK_TOKEN_FIELDS, *FLAT_ONLY)}
-    own, L = flat["fledge"], flat["num_hidden_layers"]
-    inside: dict[str, Any] = {"mask_token_id": flat["mask_token_id"], "target_layer_ids": to_engine(layers, "dflash")}
+    own, L, causal, windows = flat["fledge"], config.num_hidden_layers, config.block_causal, config.windows
+    layers = to_engine(config.aux_layers or (), "dflash")
+    inside: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": layers}
+    if config.block_conv:
+        hf |= {"architectures": [DFLASH2], "fledge": own | {"candidate_selector": False}}
+        inside |= CONV | SELECTOR
     size = {"block_size": own["depth"] + 1} if "depth" in own else {}
     hf |= {
         "model_type": "qwen3",
@@ -387,6 +416,7 @@ def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> Dra
         own_embeddings=own.get("own_embeddings", width != hidden),
         mask_token_id=mask if family.masks else None,
         block_causal=top.get("block_causal", False),
+        block_conv=top.get("block_conv", False),
         windows=_windows(top) if family.layout == "dflash" else (),
         bos_token_id=first_of(top.get("bos_token_id")),
         eos_token_id=first_of(top.get("eos_token_id")),
@@ -450,7 +480,7 @@ def config_to_hf(config: DraftConfig, dtype: str = "bfloat16") -> dict[str, Any]
     own["template_modes"] = list(config.provenance.template_modes) or None
     hf["fledge"] = {k: v for k, v in own.items() if v is not None}
     if config.family.layout == "dflash":
-        return to_dflash(hf, config.aux_layers or (), config.block_causal, config.windows)
+        return to_dflash(hf, config)
     return hf
 
 

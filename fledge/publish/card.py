@@ -88,6 +88,8 @@ def describe(config: DraftConfig) -> list[str]:
         seen = "the tokens of the block before it" if config.block_causal else "the whole block"
         windows = sorted({f"the last {w:,} tokens" if w else "the whole text" for w in config.windows})
         lines.append(f"A drafted token sees {seen}{', and of the text ' + ' or '.join(windows) if windows else ''}.")
+        if config.block_conv:
+            lines.append("Attention and MLPs have DFlash 2's convolutions over the rows of a block.")
     if known.depth:
         length = f", on documents of up to {known.max_length} tokens" if known.max_length else ""
         lines.append(f"It was trained to draft {known.depth} tokens{length}.")

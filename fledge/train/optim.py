@@ -142,11 +142,11 @@ def state_bytes(draft: nn.Module, kind: str) -> int:
 
 def _by_muon(name: str, x: Tensor, kind: str) -> bool:
     """Whether Muon updates a parameter; else AdamW does."""
-    return kind == "muon" and _is_matrix(x) and x.dim() == 2 and not name.startswith(VOCABULARY)
+    return kind == "muon" and _is_matrix(x) and not name.startswith(VOCABULARY)
 
 
 def _is_matrix(x: Tensor) -> bool:
-    return sum(n > 1 for n in x.shape) > 1
+    return x.dim() == 2 and min(x.shape) > 1
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:

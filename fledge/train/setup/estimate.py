@@ -165,6 +165,7 @@ def _chain_bytes(work: Work, impl: Implementation, device: str, n: int, slots: i
     heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     # elements that a layer saves of a slot, and what the first pass saves of each token
     layer = 4 * E + 2 * heads + 2 * kv + inner * (2 if impl.layers == "triton" else 4)
+    layer += 20 * E * config.block_conv  # of the four convolutions: the input, two factors, and their products
     kept = layer - 2 * inner if impl.recompute else layer
     normed = config.num_aux_hidden_states * config.target_hidden_size * (config.fc_norm or config.norm_before_fc)
     first_pass = work.tokens * width * (normed + 6 * E + 6 * kv + (layers - 1) * (kept + 4 * kv))

@@ -112,6 +112,9 @@ class ShapeOptions(Options):
         "DFlash: let a drafted token see only the tokens of the block before it, as JetSpec does (default: the whole "
         "block)", False
     )  # fmt: skip
+    block_conv: bool = opt(
+        "DFlash 2: convolve each token's row with the row before it in the block, around every attention and MLP", False
+    )
     sliding_window: int | None = opt(
         "DFlash: let a drafted token see only this many tokens before it (default: the whole text)", None, minimum=2
     )
