@@ -18,6 +18,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # if possible, since SGLang cannot capture it.
 SHALLOW_TARGET_LAYERS = {2: (0, 1, 2), 3: (0, 1, 2), 4: (1, 2, 3), 5: (1, 2, 4), 6: (1, 3, 5)}
 CONV_TAPS, CONV_GROUP = 2, 16  # the rows and channels of DFlash 2's convolutions (`drafts.dflash.BlockConv`)
+SELECTOR_RANK, SELECTOR_TOKENS = 256, 16  # of DFlash 2's selector (`drafts.block.CandidateSelector`)
 NO_RANK = 16  # the rank of the selector of zeros in the files of a draft without a selector
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Llama's names of sizes, and other names of the same sizes that a config's attribute map may not translate
@@ -174,10 +175,11 @@ class DraftConfig:
     `method` is a key of `fledge.methods.METHODS`, and `family` its entry there. `qk_norm`, `norm_before_residual`,
     `norm_before_fc`, `fc_norm` and `norm_output` are variants of EAGLE-3: EAGLE-3.1 has `fc_norm` and `norm_output`,
     the others are from speculators and SpecForge. `fc_bias` is for EAGLE-1 only. `mask_token_id` is the input token of
-    a one-pass draft at depths where the token is unknown. `block_causal`, `block_conv` and `windows` are for DFlash:
-    with `block_causal`, rows of a block see only the rows up to themselves; with `block_conv`, layers have DFlash 2's
-    convolutions over the rows of a block; `windows` are the sliding windows of all layers
-    in tokens, None for a layer without a window, or empty if no layer has a window. `aux_layers` are the ids of the
+    a one-pass draft at depths where the token is unknown. `block_causal`, `block_conv`, `candidate_selector` and
+    `windows` are for DFlash: with `block_causal`, rows of a block see only the rows up to themselves; with `block_conv`
+    and `candidate_selector`, a draft has DFlash 2's convolutions over the rows of a block, and its choice among
+    candidates; `windows` are the sliding windows of all layers in tokens, None for a layer without a window, or empty
+    if no layer has a window. `aux_layers` are the ids of the
     target's hidden states that are read, as in transformers' `hidden_states`: id i is the input of layer i, i.e. the
     output of layer i - 1. None means the engines' default (`engine_layers`). Raises ValueError for fields that
     contradict each other.
@@ -210,6 +212,7 @@ class DraftConfig:
     mask_token_id: int | None = None
     block_causal: bool = False
     block_conv: bool = False
+    candidate_selector: bool = False
     windows: tuple[int | None, ...] = ()
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -276,7 +279,10 @@ class DraftConfig:
             raise ValueError(f"the config of {family.title} must list the target's layers that the draft reads")
         if self.mlp_bias and family.layout == "dflash":
             raise ValueError(f"mlp_bias: the MLPs of {family.title} have no biases; leave it out")
-        of_blocks = dict(block_causal=self.block_causal, block_conv=self.block_conv, sliding_window=self.windows)
+        of_blocks = dict(
+            block_causal=self.block_causal, block_conv=self.block_conv, candidate_selector=self.candidate_selector,
+            sliding_window=self.windows,
+        )  # fmt: skip
         for name, value in of_blocks.items():
             if value and name not in family.options:
                 raise ValueError(f"{name}: {family.title} drafts no block of rows; leave it out")

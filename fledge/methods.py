@@ -162,7 +162,16 @@ DFLASH = Method(
     depth=15,
     gamma_of=block_gamma,
     anchors=512,
-    options=("gamma", "dpace", "loss_temperature", "anchors", "block_causal", "block_conv", "sliding_window"),
+    options=(
+        "gamma",
+        "dpace",
+        "loss_temperature",
+        "anchors",
+        "block_causal",
+        "block_conv",
+        "candidate_selector",
+        "sliding_window",
+    ),
     without={
         "draft_vocab": "DFlash drafts over the target's whole vocabulary, with the target's head",
         "train_embeddings": "DFlash reads the target's embedding",

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from fledge import load
 from fledge.config import DraftConfig, Provenance
 from fledge.decode import batch as batches
-from fledge.decode.propose import BlockProposer
+from fledge.decode.propose import BlockProposer, Front, Proposer
+from fledge.decode.sampling import BatchSampling
 from fledge.drafts import kv_cache
 from fledge.drafts.dflash import BlockConv, DFlashDraft
 from fledge.drafts.registry import new_draft
@@ -30,13 +31,16 @@ from fledge.engines.export import Serving, engine_command, needs_export
 from fledge.engines.support import layers_read, minimum_version, remarks, unsupported
 from fledge.methods import DFLASH as ROW
 from fledge.methods import EAGLE3, block_gamma, spread_taps
+from fledge.ops.attention_block import block_attention
+from fledge.ops.loss import dpace_weights
+from fledge.ops.sampling import TOKEN, coupled
 from fledge.targets.compatibility import connect_draft, layers_of
 from fledge.targets.loading import target_of
 from fledge.targets.transformers import TransformersTarget
 from fledge.train import objective as objective_module
 from fledge.train.objective import accepted_per_round, ttt
 from fledge.train.plan import DrawAnchors
-from fledge.train.row_pass import Objective, row_pass
+from fledge.train.row_pass import Chunk, Implementation, Objective, row_pass
 from fledge.train.setup.options import TrainOptions
 from fledge.train.setup.recipe import Recipe, resolve
 from fledge.types import Sampling, TreeShape
@@ -44,6 +48,7 @@ from support.chats import tiny_chats
 from support.commands import Ran
 from support.decoding import SAMPLINGS, assert_same, both, differ_at_a_tie, prompts, spoken
 from support.drafts_on_disk import V, make, refused, same, saved
+from support.losses import gradients
 from support.mutations import replace_function
 from support.rows import DOCUMENTS, document, row_of
 from support.sizes import RandomSizes
@@ -56,7 +61,7 @@ from support.targets import (
     tiny_target,
     tiny_target_directory,
 )
-from support.trees import SHAPES, proposer_of, state_of
+from support.trees import SHAPES, propose_one, proposer_of, state_of
 
 K = 5
 TRAINED = dict(provenance=Provenance(depth=K, target_layers=8))
@@ -66,6 +71,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "windows": dict(windows=(8, None)),
     "causal, windows": dict(block_causal=True, windows=(6, 6), attention_bias=True),
     "convolutions": dict(windows=(8, None), block_conv=True),
+    "selector": dict(candidate_selector=True),
+    "selector, convolutions, causal": dict(block_causal=True, block_conv=True, candidate_selector=True),
 }
 
 
@@ -74,7 +81,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def logits_by_the_files(directory: Path, target: TransformersTarget, tokens: list[int], anchor: int) -> Tensor:
     """The logits of the tokens after `tokens[anchor]`, [rows of the block - 1, V], by the rules of DFlash's authors,
-    from the files of a draft and from transformers' hidden states of the tokens before the anchor."""
+    from the files of a draft and from transformers' hidden states of the tokens before the anchor. Of a draft with a
+    selector, they are the scores if the text's tokens are chosen."""
     hf, w = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
     block, B, d = hf["dflash_config"], hf["block_size"], hf["head_dim"]
     model, eps = target.model, hf["rms_norm_eps"]
@@ -140,12 +148,38 @@ def logits_by_the_files(directory: Path, target: TransformersTarget, tokens: lis
 
         x = x + convolved(norm(x, f"{at}.input_layernorm"), attention, f"{at}.attention_conv")
         x = x + convolved(norm(x, f"{at}.post_attention_layernorm"), mlp, f"{at}.mlp_conv")
-    return F.linear(norm(x, "norm")[1:], head)
+    logits = F.linear(norm(x, "norm")[1:], head)
+    if not w.get("candidate_selector.successor_codebook", torch.zeros(1)).any():
+        return logits
+    for k, h in enumerate(norm(x, "norm")[1:]):
+        chosen, among = logits[k].clone(), logits[k].topk(block["selector_top_k"]).indices
+        logits[k] = -math.inf
+        for token in among.tolist():
+            before = w["candidate_selector.predecessor_codebook"][tokens[anchor + k]]
+            after = w["candidate_selector.successor_codebook"][token]
+            gate = w["candidate_selector.hidden_projection.weight"] @ h
+            logits[k, token] = chosen[token] + (before * gate * after).sum()
+    return logits
 
 
 @functools.cache
 def float_target() -> TransformersTarget:
     return tiny_target()
+
+
+def trained_scores(chunk: Chunk) -> list[Tensor]:
+    """What training compares with the target at each step, [S_k, V]: the draft's logits, or its selector's scores."""
+    draft = chunk.row_pass.draft
+    logits = [draft.logits(h) for h in chunk.head_inputs]
+    selection = objective_module._selection(chunk, [1.0] * len(logits))
+    if selection is None:
+        return logits
+    found = []
+    for z, h, before in zip(logits, chunk.head_inputs, selection.before_S.split(selection.counts), strict=True):
+        ids, values = selection.selector.candidates(z)
+        scores = values + selection.selector.pairs(h, before, ids)
+        found.append(torch.full_like(z, -math.inf).scatter(1, ids, scores))
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,17 +196,19 @@ def test_training_and_decoding_compute_what_the_files_say(kind: str, tmp_path: P
     row = row_of([document(7, (2, 7), seed=8), d])  # d begins at 7
     passes = row_pass(draft, row, features_for(draft, target, row), Objective(depth=K))
     chunk = passes.chunk(passes.trained)
+    said = trained_scores(chunk)
     _, features = read_alone(target, tokens, layers_of(draft.config, target))
     for anchor in (1, 4, 14):
         expected = logits_by_the_files(tmp_path / "d", target, tokens, anchor)
         proposer = proposer_of(draft)
         proposer.append(proposer.new_cache([64]))
         state = state_of(torch.tensor(tokens[1 : anchor + 1]), features.aux_TAD[:anchor])
-        torch.testing.assert_close(proposer.begin(state)[1][0], expected, atol=1e-4, rtol=1e-4)
         for k in range(K):
+            front = Front(torch.tensor([[tokens[anchor + k]]]))  # as if the text's own tokens were chosen
+            logits = proposer.expand(front) if k else proposer.begin(state)[1]
+            torch.testing.assert_close(logits[0, 0], expected[k], atol=1e-4, rtol=1e-4)
             at = passes.trained[k].tolist().index(7 + anchor - 1)
-            logits = draft.logits(chunk.head_inputs[k][at])
-            torch.testing.assert_close(logits, expected[k], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(said[k][at], expected[k], atol=1e-4, rtol=1e-4)
     hf = json.loads((tmp_path / "d" / "config.json").read_text())
     changes: list[dict[str, Any]] = [
         dict(dflash_config=hf["dflash_config"] | dict(target_layer_ids=[i - 1 for i in (2, 3, 6)])),
@@ -185,7 +221,8 @@ def test_training_and_decoding_compute_what_the_files_say(kind: str, tmp_path: P
         (tmp_path / "d" / "config.json").write_text(json.dumps(hf | change))
         other = logits_by_the_files(tmp_path / "d", target, tokens, 14)
         same_rows = "block_size" in change and hf["is_causal"]  # a shorter causal block is the start of a longer one
-        assert same_rows == ((other - expected[: len(other)]).abs().max() < 1e-3), change
+        difference = (other - expected[: len(other)]).nan_to_num(posinf=9, neginf=9)  # nan: no candidate of both
+        assert same_rows == (difference.abs().max() < 1e-3), change
 
 
 def test_files_have_their_authors_layout(tmp_path: Path) -> None:
@@ -207,6 +244,129 @@ def test_files_have_their_authors_layout(tmp_path: Path) -> None:
     )  # fmt: skip
     assert {name: hf.get(name) for name in expected} == expected
     assert not {"draft_vocab_size", "mlp_bias", "bias", "mask_token_id", "eagle_config"} & hf.keys()
+
+
+@torch.no_grad()
+def test_a_selector_that_is_trained_on_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of training that reads the token after the one before, as another method's steps do."""
+    target = exact_target()
+    draft = tiny_draft(target, **DFLASH, candidate_selector=True)
+    row = row_of(DOCUMENTS)
+    passes = row_pass(draft, row, features_for(draft, target, row), Objective(depth=K))
+    right = trained_scores(passes.chunk(passes.trained))
+    replace_function(monkeypatch, objective_module, "step_inputs", lambda of, row, slots, k: of(row, slots, k + 1))
+    wrong = trained_scores(passes.chunk(passes.trained))
+    assert all((a - b).nan_to_num().abs().max() > 1e-3 for a, b in zip(right, wrong, strict=True))
+
+
+@pytest.mark.parametrize("how", [dict(gamma=0.7), dict(gamma=0.7, loss="hard"), dict(dpace=True)], ids=str)
+def test_the_selector_is_trained_by_its_definition(how: dict[str, Any]) -> None:
+    """Loss, hits, α and all gradients, in chunks of slots and of teacher rows, are those of autograd on all logits."""
+    target, objective = exact_target(), Objective(depth=K, **how)
+    draft = tiny_draft(target, **DFLASH, candidate_selector=True, block_conv=True)
+    row = row_of(DOCUMENTS, filler=2)
+    features, live, position = features_for(draft, target, row), row.live(K), row.position_T.long()
+    context = draft.context(draft.select_states(features), position)
+    anchors = live[0]
+    start = torch.tensor([max(a for a, _ in row.documents() if a <= t) for t in anchors.tolist()])
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_attention(q, k, v, *context[layer], start, anchors + 1, causal=False)
+
+    h_NKE = draft.block(row.token_T[anchors + 1].long(), position[anchors] + 1, K, attend)
+    losses, hits, alphas, counted = [], [0] * K, [], 0
+    selector = draft.candidate_selector
+    for k, slots in enumerate(live):
+        losses.append([])
+        alphas.append([])
+        for t in slots.tolist():
+            h = h_NKE[anchors.tolist().index(t), k]
+            z, p = draft.logits(h), target.logits(features.last_TD[t + 1 + k]).softmax(-1)
+            ids = z.topk(16).indices
+            gate = selector.predecessor_codebook[row.token_T[t + 1 + k]] * selector.hidden_projection(h)
+            score = z[ids] + selector.successor_codebook[ids] @ gate
+            hits[k] += int(ids[score.argmax()]) == int(p.argmax())
+            alphas[-1].append(torch.minimum(p[ids], score.softmax(-1)).sum().detach())
+            if objective.loss == "hard":
+                p = F.one_hot(row.token_T[t + 2 + k].long(), len(p)).double()
+            losses[-1].append(-(p * z.log_softmax(-1)).sum())
+            if int(p.argmax()) in ids:
+                losses[-1][-1] = losses[-1][-1] - (p[ids] / p[ids].sum() * score.log_softmax(-1)).sum()
+                counted += 1
+    assert 0 < counted < sum(slots.numel() for slots in live) and sum(hits) > 0
+    sums = [torch.stack(of_step) for of_step in losses]
+    loss = sum(of_step.sum() * w for of_step, w in zip(sums, objective.discounts(), strict=True))
+    weighted = loss
+    if objective.dpace:
+        blocks = [torch.searchsorted(anchors, slots) for slots in live]
+        by_slot = dpace_weights([torch.stack(of_step) for of_step in alphas], blocks)
+        weighted = sum((of_step * w).sum() for of_step, w in zip(sums, by_slot, strict=True))
+    draft.zero_grad(set_to_none=True)
+    expected = gradients(draft, weighted)
+    for chunks in (None, 4):
+        draft.zero_grad(set_to_none=True)
+        found = ttt(draft, row, features, target.logits, objective, Implementation(slots=chunks, chunk=3))
+        assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
+        assert found.hit_K.tolist() == hits
+        assert found.accept_K.tolist() == pytest.approx([float(sum(of_step)) for of_step in alphas])
+        for name, p in draft.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-9, atol=1e-11, msg=name)
+    with torch.no_grad():
+        found = ttt(draft, row, features, target.logits, objective)
+    assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
+
+
+def test_drafts_are_drawn_from_the_distributions_that_are_verified() -> None:
+    """Independent drafts of a selector: a token is drawn from the softmax of the scores after the token before it."""
+    target, draft, asked = taught("selector")
+    _, features = read_alone(target, asked[0], layers_of(draft.config, target))
+    state = state_of(torch.tensor(asked[0][1:]), features.aux_TAD[:-1])
+    drafted = set()
+    for seed in range(8):
+        proposer = proposer_of(draft)
+        proposer.append(proposer.new_cache([64]))
+        proposer.set_sampling(BatchSampling.of([Sampling(temperature=1.5, draft="sample", seed=seed)], [0], "cpu"))
+        tree = proposer.propose(state)
+        (chain,) = tree.token_BN.tolist()
+        drafted.add(tuple(chain))
+        again = proposer_of(draft)
+        again.append(again.new_cache([64]))
+        for k in range(K):
+            logits = again.expand(Front(tree.token_BN[:, k : k + 1])) if k else again.begin(state)[1]
+            assert int(logits.isfinite().sum()) == 16 and logits[0, 0, chain[k + 1]].isfinite()
+            torch.testing.assert_close(tree.q_BKW[:, k], (logits[:, 0] / 1.5).softmax(-1))
+    assert len(drafted) > 1
+
+
+def test_coupled_drafts_have_the_noise_of_each_place() -> None:
+    target, draft, asked = taught("selector")
+    _, features = read_alone(target, asked[0], layers_of(draft.config, target))
+    state = state_of(torch.tensor(asked[0][1:]), features.aux_TAD[:-1])
+    sampling = BatchSampling.of([Sampling(temperature=0.8, seed=4)], [7], "cpu")
+
+    def proposer(sampling: BatchSampling | None) -> Proposer:
+        made = proposer_of(draft)
+        made.append(made.new_cache([64]))
+        if sampling is not None:
+            made.set_sampling(sampling)
+        return made
+
+    (chain,) = proposer(sampling).propose(state).token_BN.tolist()
+    both_kinds = proposer(None), proposer(sampling)
+    for k in range(K):
+        front = Front(torch.tensor([[chain[k]]]))
+        plain, noisy = (each.expand(front) if k else each.begin(state)[1] for each in both_kinds)
+        place_11 = both_kinds[0].cache.length_B[:, None] + 1 + k
+        expected = coupled(plain, sampling.keys(place_11, TOKEN), sampling.temperature_B)
+        torch.testing.assert_close(noisy, expected)
+        assert int(noisy.argmax()) == chain[k + 1]
+
+
+def test_trees_of_a_selector_are_refused() -> None:
+    target, draft, _ = taught("selector")
+    for way in ("tree", "shape"):
+        with pytest.raises(ValueError, match=r"its candidate selector.*leave the tree out to draft a chain"):
+            load(target, draft, **WAYS[way])
 
 
 def test_files_of_drafts_with_convolutions_are_dflash_2s(tmp_path: Path) -> None:
@@ -234,12 +394,35 @@ def test_files_of_drafts_with_convolutions_are_dflash_2s(tmp_path: Path) -> None
     refused(tmp_path / "d", "candidate_selector.successor_codebook is not part of such a draft")
 
 
-@torch.no_grad()
-def test_new_convolutions_change_nothing() -> None:
-    """A new draft with convolutions has the weights and the logits of a new draft without, to the bit."""
-    target, row, found = exact_target(), row_of(DOCUMENTS), []
+def test_files_of_drafts_with_a_selector_are_dflash_2s(tmp_path: Path) -> None:
+    """Without convolutions, the file has such that change nothing. Changed ones are not read as if they were these."""
+    whole = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16)
     for block_conv in (False, True):
-        config = DraftConfig.for_target(target.shape, max_length=64, block_conv=block_conv, **DFLASH)
+        draft = tiny_draft(float_target(), **DFLASH, candidate_selector=True, block_conv=block_conv, **TRAINED)
+        save_draft(draft, tmp_path / "d", torch.float32)
+        hf, tensors = (
+            json.loads((tmp_path / "d" / "config.json").read_text()),
+            load_file(tmp_path / "d/model.safetensors"),
+        )
+        assert hf["architectures"] == ["DFlash2DraftModel"] and whole.items() <= hf["dflash_config"].items()
+        assert hf["fledge"].get("block_conv", True) == block_conv and "candidate_selector" not in hf["fledge"]
+        for name in ("predecessor_codebook", "successor_codebook"):
+            assert tensors[f"candidate_selector.{name}"].shape == (400, 256)
+        base = tensors["layers.1.mlp_conv.base_kernel"]
+        assert block_conv == (not (base[:, 0] == 1).all()) and block_conv == bool(base[:, 1].any())
+        assert same(load_draft(tmp_path / "d"), draft)
+    hf["fledge"]["block_conv"] = False
+    (tmp_path / "d" / "config.json").write_text(json.dumps(hf))
+    refused(tmp_path / "d", "base_kernel is not part of such a draft")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [dict(block_conv=True), dict(block_conv=True, candidate_selector=True)])
+def test_new_convolutions_and_selectors_change_nothing(parts: dict[str, bool]) -> None:
+    """A new draft with them has the weights and the logits of a new draft without, to the bit, and drafts the same."""
+    target, row, found, drafted = exact_target(), row_of(DOCUMENTS), [], []
+    for on in ({}, parts):
+        config = DraftConfig.for_target(target.shape, max_length=64, **on, **DFLASH)
         torch.manual_seed(3)
         draft = new_draft(config)
         draft.initialize(target.last_layer_weights(), target.head_weight, target.embedding)
@@ -247,7 +430,10 @@ def test_new_convolutions_change_nothing() -> None:
         connect_draft(draft, target)
         passes = row_pass(draft, row, features_for(draft, target, row), Objective(depth=K))
         found.append(passes.chunk(passes.trained).head_inputs)
-    assert all(torch.equal(plain, convolved) for plain, convolved in zip(*found, strict=True))
+        _, features = read_alone(target, list(range(20)), layers_of(draft.config, target))
+        drafted.append(propose_one(proposer_of(draft), torch.arange(1, 20), features.aux_TAD[:19]).token_BN)
+    assert all(torch.equal(plain, other) for plain, other in zip(*found, strict=True))
+    assert torch.equal(*drafted)
 
 
 def test_convolutions_learn_from_their_first_step() -> None:
@@ -288,9 +474,12 @@ def test_saved_drafts_are_loaded_as_they_were(kind: str, tmp_path: Path) -> None
 # -- the files of others ----------------------------------------------------------------------------------------------
 
 
-def foreign(directory: Path, *, fields: dict[str, Any], block: dict[str, Any] | None = None, drop: str = "") -> Path:
-    """Writes a draft as SpecForge writes it, with some fields changed (None: without the field)."""
-    draft = make(V, **(DFLASH | dict(mask_token_id=3)))
+def foreign(
+    directory: Path, *, fields: dict[str, Any], block: dict[str, Any] | None = None, drop: str = "", **parts: bool
+) -> Path:
+    """Writes a draft as SpecForge writes it, with some fields changed (None: without the field). `parts` are fields of
+    its `DraftConfig`."""
+    draft = make(V, **(DFLASH | dict(mask_token_id=3) | parts))
     hf = dict(
         architectures=["DFlashDraftModel"], model_type="qwen3", attention_bias=False, attention_dropout=0.0,
         auto_map={"AutoModel": "dflash.DFlashDraftModel"}, block_size=16, bos_token_id=2, eos_token_id=1, head_dim=8,
@@ -343,6 +532,20 @@ def test_drafts_of_other_trainers_are_read(
     assert not needs_export(again, "vllm") and not needs_export(again, "sglang")
 
 
+def test_drafts_of_dflash_2s_trainers_are_read(tmp_path: Path) -> None:
+    """AutoModel's and SpecForge's fields, which vLLM reads in dflash_config only."""
+    fields = dict(architectures=["DFlash2DraftModel"], block_size=8, is_causal=False) | SLIDING
+    parts = dict(block_conv=True, candidate_selector=True)
+    shapes = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16)
+    files = open_draft(foreign(tmp_path / "a", fields=fields, block=shapes | dict(causal=False), **parts))
+    assert files.config.block_conv and files.config.candidate_selector and files.config.provenance.depth == 7
+    assert not needs_export(files, "vllm") and not needs_export(files, "sglang")
+    top = foreign(tmp_path / "b", fields=fields | shapes, block=dict(causal=False), **parts)
+    assert open_draft(top).config == files.config and needs_export(open_draft(top), "vllm")
+    plain = foreign(tmp_path / "c", fields={}, block=shapes, **parts)  # of a class that is read without both parts
+    assert open_draft(plain).config.block_conv and needs_export(open_draft(plain), "vllm")
+
+
 def test_default_layers_and_other_places_are_read(tmp_path: Path) -> None:
     """The number of layers without their ids, and ids and block at the top level."""
     bare = foreign(tmp_path / "a", fields=dict(dflash_config={"mask_token_id": 3}, num_target_layers=36))
@@ -373,10 +576,17 @@ def test_default_layers_and_other_places_are_read(tmp_path: Path) -> None:
         (dict(is_causal=True), dict(causal=False), "", "dflash_config says that a block is not causal"),
         (SLIDING | dict(sliding_window=8), {}, "", "a sliding window of 8 is narrower than a block, which has 16 rows"),
         (dict(mlp_bias=True), {}, "", "the MLPs of DFlash have no biases"),
-        (dict(architectures=["DFlash2DraftModel"]), dict(conv_kernel_size=3), "", "conv_kernel_size is 3; fledge has"),
-        ({}, dict(conv_kernel_size=2, conv_group_size=8), "", "conv_group_size is 8; fledge has convolutions with 16"),
+        (
+            dict(architectures=["DFlash2DraftModel"]),
+            dict(conv_kernel_size=3),
+            "",
+            "conv_kernel_size is 3; fledge has drafts with 2",
+        ),
+        ({}, dict(conv_kernel_size=2, conv_group_size=8), "", "conv_group_size is 8; fledge has drafts with 16"),
         ({}, dict(conv_kernel_size=2), "", "layers.0.attention_conv.base_kernel is missing"),
-        ({}, dict(selector_rank=256), "", "selector_rank is 256: fledge has no drafts of this kind"),
+        ({}, dict(selector_rank=32), "", "selector_rank is 32; fledge has drafts with 256 only"),
+        ({}, dict(selector_rank=256), "", "candidate_selector.predecessor_codebook is missing"),
+        ({}, dict(markov_rank=256), "", "markov_rank is 256: fledge has no drafts of this kind"),
         ({}, dict(final_logit_softcapping=30.0), "", "final_logit_softcapping is 30.0"),
         (dict(mask_token_id=5), {}, "", "the mask token is 5 in mask_token_id and 3 in dflash_config.mask_token_id"),
         (dict(draft_vocab_size=60), {}, "", "uses its target's head"),
@@ -462,7 +672,8 @@ def test_other_methods_have_no_blocks() -> None:
         hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=9,
         draft_vocab_size=9, target_hidden_size=8,
     )  # fmt: skip
-    for name, value in (("block_causal", True), ("block_conv", True), ("windows", (4,))):
+    parts = [(name, True) for name in ("block_causal", "block_conv", "candidate_selector")]
+    for name, value in (*parts, ("windows", (4,))):
         with pytest.raises(ValueError, match=f"{EAGLE3.title} drafts no block of rows; leave it out"):
             DraftConfig(**shape, **{name: value})
     with pytest.raises(ValueError, match="must list the target's layers"):
@@ -601,6 +812,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_the_text_is_that_of_the_target(kind: str, way: str) -> None:
     """Greedy and sampled, one request and several. Rounds commit 1.5 tokens and more, and not all that is drafted."""
     target, draft, asked = taught(kind)
+    if draft.config.candidate_selector and way in ("tree", "shape"):
+        pytest.skip("a selector drafts chains only")
     engine = load(target, draft, **WAYS[way])
     rounds = 0
     for prompt in asked:
@@ -723,13 +936,13 @@ def test_from_training_to_serving(causal: bool, tmp_path: Path, fledge: Callable
     went = fledge(
         "train", *words, "--data", chats, "--method", "dflash", "--layers", 2, "--depth", 6, "--steps", 8,
         "--max-length", 64, "--anchors", 12, "--eval-tokens", 8, "--out", tmp_path / "run", "--seed", 3,
-        *["--block-causal", "--sliding-window", 16, "--block-conv"] * causal,
+        *["--block-causal", "--sliding-window", 16, "--block-conv", "--candidate-selector"] * causal,
     )  # fmt: skip
     assert went.code == 0, went.err
     draft = tmp_path / "run" / "draft"
     config = load_draft(draft).config
     assert (config.block_causal, config.windows) == (causal, (16, 16) if causal else ())
-    assert config.block_conv == causal
+    assert config.block_conv == config.candidate_selector == causal
     assert config.aux_layers == spread_taps(8, 2) == (2, 6)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(m["live"][0] <= 12 < m["supervised"] for m in metrics if "live" in m)

@@ -54,6 +54,7 @@ CASES = {
         BLOCK | dict(block_causal=True, windows=(8,), attention_bias=True), "safeailab speculators"
     ),
     "DFlash, convolutions": (BLOCK | dict(block_conv=True), "safeailab speculators"),
+    "DFlash, selector": (BLOCK | dict(candidate_selector=True), "safeailab speculators"),
     "DFlash, last layer": (BLOCK | dict(aux_layers=(2, 5, 8), provenance=DEEP), "sglang safeailab speculators"),
     "EAGLE-1": (EAGLE1, "speculators"),
     "EAGLE-1, two deep": (EAGLE1 | dict(num_hidden_layers=2), "speculators"),

@@ -104,18 +104,21 @@ def after(prefix: Tensor, token: Tensor) -> Tensor:
 
 
 class TableSource:
-    """A source of candidates whose draft is the function `draft_logits` of each request's prefix, with the target's
-    noise where drafting is coupled."""
+    """A source of chains whose draft is the function `draft_logits` of each request's prefix, with the target's noise
+    where drafting is coupled. Only the `candidates` likeliest tokens are drafted."""
 
     sequential = True
 
-    def __init__(self, sampling: BatchSampling, prefix_B: Tensor, length_B: Tensor):
-        self.sampling, self.prefix_B = sampling, prefix_B
+    def __init__(self, sampling: BatchSampling, prefix_B: Tensor, length_B: Tensor, candidates: int):
+        self.sampling, self.prefix_B, self.candidates = sampling, prefix_B, candidates
         self.decoder, self.cache = self, SimpleNamespace(length_B=length_B)
         self.target_id_W, self.level = DRAFT_IDS, 0
 
     def logits(self) -> Tensor:
         logits_B1W, sampling = tables()[1][self.prefix_B][:, None], self.sampling
+        if self.candidates < len(DRAFT_IDS):  # as a candidate selector
+            values, places = logits_B1W.topk(self.candidates)
+            logits_B1W = torch.full_like(logits_B1W, -torch.inf).scatter(-1, places, values)
         if not sampling.couples:
             return logits_B1W
         state_B1 = sampling.keys(self.cache.length_B[:, None] + 1 + self.level, TOKEN)
@@ -140,7 +143,9 @@ def nodes_of(tree: Tree, prefix_B: Tensor) -> Tensor:
     return torch.stack(nodes, dim=1)
 
 
-def drawn(options: Sampling, draws: int = DRAWS) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
+def drawn(
+    options: Sampling, draws: int = DRAWS, candidates: int = len(DRAFT_IDS)
+) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
     """Sequences of as many requests, and how many tokens their rounds accepted.
 
     All requests are one batch, decoded in rounds as the engine does, with tables for models.
@@ -157,7 +162,7 @@ def drawn(options: Sampling, draws: int = DRAWS) -> tuple[Counter[tuple[int, ...
         sampling = replace(sampling, **rows | {"request_B": numbers})
         prefix, seen = prefix_B[numbers], seen_BV[numbers]
         length_B = len(PROMPT) - 1 + said_B[numbers]
-        source = TableSource(sampling, prefix, length_B)
+        source = TableSource(sampling, prefix, length_B, candidates)
         tree, _ = Chain(DEPTH).grow(source, root_B[numbers], source.logits())
         node_BN = nodes_of(tree, prefix)
         # through the module, where mistakes are put
@@ -174,14 +179,16 @@ def drawn(options: Sampling, draws: int = DRAWS) -> tuple[Counter[tuple[int, ...
     return Counter(map(tuple, said[:, :LENGTH].tolist())), rounds
 
 
+@pytest.mark.parametrize("candidates", [len(DRAFT_IDS), 2])
 @pytest.mark.parametrize("rule", ["coupled", "sample"])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_sequences_are_the_targets(name: str, rule: str) -> None:
-    """100,000 sequences through rounds: walking with coupled drafts, and rejection with others."""
+def test_sequences_are_the_targets(name: str, rule: str, candidates: int) -> None:
+    """100,000 sequences through rounds: walking with coupled drafts, and rejection with others; drafted from all of the
+    draft's tokens, and from two candidates."""
     sampling = Sampling(**SAMPLINGS[name], draft=rule, seed=1)
     expected = exact_probabilities(sampling)
     assert abs(sum(expected.values()) - 1) < 1e-9
-    counts, rounds = drawn(sampling)
+    counts, rounds = drawn(sampling, candidates=candidates)
     assert all(expected[s] > 0 for s in counts), "a sequence that the target never says"
     assert min(rounds[k] for k in range(DEPTH + 1)) > DRAWS / 20, "rejections and acceptance were both to occur"
     assert p_value(counts, expected) > 1e-3

@@ -143,6 +143,11 @@ class Drafting:
 
     def for_draft(self, config: DraftConfig) -> Drafting:
         """The same drafting with the mode, depth and sizes of a draft. Raises ValueError like `for_method`."""
+        if self.tree and config.candidate_selector:
+            raise ValueError(
+                "this draft chooses each token given the token before it (its candidate selector), and a tree in one "
+                "pass holds tokens that do not depend on each other; leave the tree out to draft a chain"
+            )
         trained = config.provenance.depth or DEPTH
         resolved = replace(self.for_method(config.family), depth=self.depth or trained)
         depth = resolved.depth if self.shape is None else len(self.shape.levels()) - 1

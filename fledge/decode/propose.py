@@ -386,7 +386,8 @@ class MaskedProposer(OnePass, EagleProposer):
 
 class BlockProposer(OnePass):
     """A block of rows after the context of the accepted tokens (`BlockDraft`). The keys and values of a block are not
-    kept."""
+    kept. With a selector, the logits of a level are the scores of its candidates, given the token chosen at the level
+    above, and -inf for other tokens."""
 
     draft: BlockDraft
 
@@ -420,7 +421,28 @@ class BlockProposer(OnePass):
         rows = TreeRows(cache, Q, VisibleChain(last_BQ, Q, sees_all=not causal), position_BQ)
         head_input_BKE = self.decoder.block(fresh.root_B, position_BQ, whole, rows)[:, :K]
         logits_BKW = self.decoder.logits(head_input_BKE.flatten(0, 1)).unflatten(0, (B, K))
-        return fresh.root_B, self._said(logits_BKW)
+        if self.draft.selector() is None:
+            return fresh.root_B, self._said(logits_BKW)
+        self.head_input_BKE, self.logits_BKW, self.level = head_input_BKE, logits_BKW, 0
+        self.state_BK = self._states_after_root(K)
+        return fresh.root_B, self._selected(fresh.root_B)
+
+    @torch.inference_mode()
+    def expand(self, front: Front) -> Tensor:
+        if self.draft.selector() is None:
+            return super().expand(front)
+        self.level += 1
+        return self._selected(front.token_BF[:, 0])  # a chain's: `Drafting.for_draft` allows no trees
+
+    def _selected(self, before_B: Tensor) -> Tensor:
+        """The logits of the level after tokens `before_B`, [B, 1, W]."""
+        selector, k = self.draft.selector(), self.level
+        assert selector is not None
+        ids_BC, logit_BC = selector.candidates(self.logits_BKW[:, k])
+        score_BC = logit_BC + selector.pairs(self.head_input_BKE[:, k], before_B, ids_BC)
+        nowhere_BW = score_BC.new_full(self.logits_BKW[:, k].shape, -torch.inf)
+        state_B1 = None if self.state_BK is None else self.state_BK[:, k, None]
+        return self._coupled(nowhere_BW.scatter(1, ids_BC, score_BC)[:, None], state_B1)
 
 
 class NoDrafter:

@@ -1,5 +1,6 @@
 """DFlash's draft (Chen et al. 2026, arXiv:2602.06036): a block of masked rows over the target's hidden states. With
-`block_causal`, it is JetSpec's (arXiv:2606.18394); `block_conv` is of DFlash 2 (https://inco.ai/blog/dflash2)."""
+`block_causal`, it is JetSpec's (arXiv:2606.18394), and with `block_conv` and `candidate_selector` DFlash 2's
+(https://inco.ai/blog/dflash2)."""
 
 from __future__ import annotations
 
@@ -11,19 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fledge.config import CONV_GROUP, CONV_TAPS, NO_RANK, DraftConfig
-from fledge.drafts.block import BlockAttend, BlockDraft
+from fledge.drafts.block import BlockAttend, BlockDraft, CandidateSelector, ZeroLinear
 from fledge.drafts.layers import EAGER, Attend, Compute, Layer, Linear, RMSNorm, Rotation
-
-
-class ZeroLinear(Linear):
-    """A `Linear` without bias that begins with zeros."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Draws no random numbers, so that the other parameters of a draft are those of a draft without this module."""
-        nn.init.zeros_(self.weight)
 
 
 class BlockConv(nn.Module):
@@ -108,35 +98,52 @@ class DFlashDraft(BlockDraft):
         layer = ConvLayer if config.block_conv else functools.partial(Layer, qk_norm=True)
         self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(E, eps)
+        if config.candidate_selector:
+            self.candidate_selector = CandidateSelector(config.vocab_size, E)
         self.causal = config.block_causal
 
     @torch.no_grad()
     def initialize(self, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:
-        """Draws the matrices from normal(0, 0.02); norms are 1. Convolutions return their input, so that the draft
-        computes what it would compute without them."""
+        """Draws the matrices from normal(0, 0.02); norms are 1. Convolutions return their input, and a selector the
+        logits, so that the draft drafts what it would draft without them."""
         for module in self.modules():
             if isinstance(module, BlockConv):
                 module.reset()
             elif isinstance(module, nn.Linear) and not isinstance(module, ZeroLinear):
                 module.weight.normal_(0, 0.02)
+        if selector := self.selector():
+            selector.initialize()
+
+    def selector(self) -> CandidateSelector | None:
+        return self.candidate_selector if self.config.candidate_selector else None
 
     @classmethod
     def to_file(cls, config: DraftConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `Draft.to_file`. Engines load DFlash 2's convolutions and selector, or neither. A draft without a
-        selector therefore gets a selector of zeros, which changes no choice."""
-        tensors = dict(state)
-        if config.block_conv:
-            shapes = dict(predecessor_codebook=config.vocab_size, successor_codebook=config.vocab_size)
-            zeros = {name: tensors["norm.weight"].new_zeros(rows, NO_RANK) for name, rows in shapes.items()}
-            zeros["hidden_projection.weight"] = tensors["norm.weight"].new_zeros(NO_RANK, config.hidden_size)
-            tensors |= {f"candidate_selector.{name}": x for name, x in zeros.items()}
+        """See `Draft.to_file`. Engines load DFlash 2's convolutions and selector, or neither. For a draft with one of
+        the two, the file has the other as it is without training, and a selector of a low rank, which
+        changes no token."""
+        tensors, like = dict(state), state["norm.weight"]
+        if config.block_conv and not config.candidate_selector:
+            shapes = dict.fromkeys(("predecessor_codebook", "successor_codebook"), (config.vocab_size, NO_RANK))
+            shapes["hidden_projection.weight"] = NO_RANK, config.hidden_size
+            tensors |= {f"candidate_selector.{name}": like.new_zeros(shape) for name, shape in shapes.items()}
+        if config.candidate_selector and not config.block_conv:
+            conv = BlockConv(config.hidden_size).to(like.dtype).state_dict()
+            places = [f"layers.{i}.{x}_conv" for i in range(config.num_hidden_layers) for x in ("attention", "mlp")]
+            tensors |= {f"{place}.{name}": x.clone() for place in places for name, x in conv.items()}
         return tensors
 
     @classmethod
     def from_file(cls, tensors: dict[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
-        """See `Draft.from_file`. Leaves out a selector of zeros."""
+        """See `Draft.from_file`. Leaves out the part that `to_file` has added."""
         given = super().from_file(tensors, config)
-        return {name: x for name, x in given.items() if not name.startswith("candidate_selector.") or x.any()}
+        if not config.candidate_selector:
+            given = {name: x for name, x in given.items() if not name.startswith("candidate_selector.") or x.any()}
+        if not config.block_conv:
+            new = BlockConv(config.hidden_size).state_dict()
+            kinds = {name: name.partition("_conv.")[2] for name in given}
+            given = {n: x for n, x in given.items() if kinds[n] not in new or not x.equal(new[kinds[n]].to(x))}
+        return given
 
     def window(self, layer: int) -> int | None:
         return self.config.windows[layer] if self.config.windows else None

@@ -306,7 +306,8 @@ def _check_vocabulary(draft: Draft, tensors: dict[str, Tensor], marked: Tensor |
 
 MAX_VALUE = 1e5  # trained weights are far smaller; float16 ends at 65,504
 ZERO = 1e-12  # a tensor counts as zero if all its values are smaller in magnitude
-MAY_BE_ZERO = ("mask_hidden", "kernel_projection.weight")  # names' ends, of P-EAGLE and DFlash 2: zero before training
+# ends of names: P-EAGLE's learned state, and parts of DFlash 2 that are zero before training
+MAY_BE_ZERO = ("mask_hidden", "kernel_projection.weight", "successor_codebook")
 MAX_NAMES = 3  # tensor names in a message
 
 

@@ -49,6 +49,10 @@ def _dflash(config: DraftConfig) -> bool:
     return config.family.layout == "dflash"
 
 
+def _dflash2(config: DraftConfig) -> bool:
+    return config.block_conv or config.candidate_selector
+
+
 def _layers_in_order(config: DraftConfig) -> bool:
     return config.aux_layers is None or list(config.aux_layers) == sorted(set(config.aux_layers))
 
@@ -155,7 +159,8 @@ SINCE: tuple[tuple[str, Property, tuple[int, ...]], ...] = (
     ("sglang", lambda c: c.norm_before_fc, (0, 5, 17)),
     ("vllm", _dflash, (0, 26)),  # not looked for in older versions
     ("sglang", _dflash, (0, 5, 17)),
-    *((engine, lambda c: c.block_conv, version) for engine, version in (("vllm", (0, 33)), ("sglang", (0, 5, 23)))),
+    ("vllm", _dflash2, (0, 33)),  # not looked for between 0.26 and 0.33
+    ("sglang", _dflash2, (0, 5, 23)),
     ("sglang", lambda c: any(c.windows) and not c.block_causal, (0, 5, 23)),  # older ones make all such layers causal
 )
 # requirements of an engine for a draft with a property, mostly of its target: a clause after the engine's title

@@ -125,7 +125,7 @@ EAGLE_CONFIG = {
 FLEDGE = {  # the fields under `fledge`, which fledge's own checkpoints have
     "method": TEXT,
     "aux_layers": LAYERS,
-    **dict.fromkeys(("own_embeddings", "longrope_long", "candidate_selector"), FLAG),
+    **dict.fromkeys(("own_embeddings", "longrope_long", "block_conv", "candidate_selector"), FLAG),
     "target": TEXT,
     "target_layers": integer(1, 4096),
     "tokenizer_sha256": TEXT,
@@ -149,7 +149,7 @@ CONFIG = {
     "num_aux_hidden_states": integer(1, 64),
     "eagle_aux_hidden_state_layer_ids": LAYERS,
     "target_layer_ids": list_of(integer(-1, 4096), 64),
-    **dict.fromkeys(("block_causal", "block_conv", "is_causal"), FLAG),
+    **dict.fromkeys(("block_causal", "block_conv", "candidate_selector", "is_causal"), FLAG),
     "block_size": BLOCK,
     "num_target_layers": integer(1, 4096),
     **dict.fromkeys(("eagle_config", "fledge", "rope_parameters", "rope_scaling"), OBJECT),

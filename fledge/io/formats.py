@@ -19,6 +19,8 @@ from fledge.config import (
     CONV_TAPS,
     NO_RANK,
     REQUIRED,
+    SELECTOR_RANK,
+    SELECTOR_TOKENS,
     DraftConfig,
     Provenance,
     RopeConfig,
@@ -191,7 +193,7 @@ DFLASH_CONFIG = {
 }
 DFLASH2 = "DFlash2DraftModel"  # the engines' class of drafts with convolutions and a selector
 CONV = {"conv_kernel_size": CONV_TAPS, "conv_group_size": CONV_GROUP}
-SELECTOR = {"selector_rank": NO_RANK, "selector_top_k": 16}
+SELECTOR = {"selector_rank": SELECTOR_RANK, "selector_top_k": SELECTOR_TOKENS}
 # fields of the flat layout that EAGLE's drafts alone have
 FLAT_ONLY = (
     "bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "num_aux_hidden_states", "eagle_config",
@@ -199,7 +201,7 @@ FLAT_ONLY = (
 )  # fmt: skip
 # fields of other drafts in the same layout, and of logits that fledge does not compute
 DFLASH_UNKNOWN = (
-    "selector_rank", "markov_rank", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+    "markov_rank", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
 
 
@@ -222,8 +224,7 @@ def from_dflash(hf: dict[str, Any]) -> dict[str, Any]:
     said = hf | (hf.get("dflash_config") or {})
     for name in DFLASH_UNKNOWN:
         value = said.get(name)
-        no_selector = name in SELECTOR and own.get("candidate_selector") is False
-        if value not in (None, 1, 1.0, 0, False) and not no_selector:
+        if value not in (None, 1, 1.0, 0, False):
             raise ValueError(
                 f"{name} is {format_value(value)}: fledge has no drafts of this kind, which is not DFlash's"
             )
@@ -244,19 +245,19 @@ def from_dflash(hf: dict[str, Any]) -> dict[str, Any]:
     own |= {"depth": block - 1} if block and "depth" not in own else {}
     own |= {"target_layers": n} if n and "target_layers" not in own else {}
     flat = {"target_layer_ids": layers, "block_causal": _is_causal(top, inside), "fledge": own}
-    flat["block_conv"] = _has_conv(said)
+    parts = dict(block_conv=CONV, candidate_selector=SELECTOR)
+    flat |= {name: own.get(name, True) and _has_part(said, part) for name, part in parts.items()}
     mask = {name: inside.get(name) for name in ("mask_token_id",) if name in inside and name not in top}
     return hf | flat | mask
 
 
-def _has_conv(said: dict[str, Any]) -> bool:
-    """Whether a draft has DFlash 2's convolutions, from all fields of its config.json."""
-    found = {name: said.get(name) for name in CONV}
-    if found["conv_kernel_size"] is None:
+def _has_part(said: dict[str, Any], part: dict[str, int]) -> bool:
+    """Whether a draft has a part of DFlash 2, whose fields are CONV or SELECTOR, from all fields of its config.json."""
+    if said.get(next(iter(part))) in (None, 0):
         return False
-    for name, value in found.items():
-        if value not in (None, CONV[name]):
-            raise ValueError(f"{name} is {format_value(value)}; fledge has convolutions with {CONV[name]} only")
+    for name, value in part.items():
+        if said.get(name) not in (None, value):
+            raise ValueError(f"{name} is {format_value(said.get(name))}; fledge has drafts with {value} only")
     return True
 
 
@@ -284,14 +285,16 @@ def _is_causal(top: Fields, inside: Fields) -> bool:
 
 def to_dflash(flat: dict[str, Any], config: DraftConfig) -> dict[str, Any]:
     """A config.json in DFlash's layout from one in the flat layout. Causality is written in three places: versions of
-    engines read different ones. A draft with convolutions is DFlash 2's, which engines load with a selector."""
+    engines read different ones. Engines load DFlash 2's convolutions and selector together: where a draft has one
+    of them, fields under `fledge` say that the other is there for the engines alone."""
     hf = {k: v for k, v in flat.items() if k not in (*MASK_TOKEN_FIELDS, *FLAT_ONLY)}
     own, L, causal, windows = flat["fledge"], config.num_hidden_layers, config.block_causal, config.windows
     layers = to_engine(config.aux_layers or (), "dflash")
     inside: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": layers}
-    if config.block_conv:
-        hf |= {"architectures": [DFLASH2], "fledge": own | {"candidate_selector": False}}
-        inside |= CONV | SELECTOR
+    if config.block_conv or config.candidate_selector:
+        parts = dict(block_conv=config.block_conv, candidate_selector=config.candidate_selector)
+        hf |= {"architectures": [DFLASH2], "fledge": own | {name: False for name, there in parts.items() if not there}}
+        inside |= CONV | SELECTOR | ({} if config.candidate_selector else {"selector_rank": NO_RANK})
     size = {"block_size": own["depth"] + 1} if "depth" in own else {}
     hf |= {
         "model_type": "qwen3",
@@ -417,6 +420,7 @@ def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> Dra
         mask_token_id=mask if family.masks else None,
         block_causal=top.get("block_causal", False),
         block_conv=top.get("block_conv", False),
+        candidate_selector=top.get("candidate_selector", False),
         windows=_windows(top) if family.layout == "dflash" else (),
         bos_token_id=first_of(top.get("bos_token_id")),
         eos_token_id=first_of(top.get("eos_token_id")),

@@ -106,6 +106,23 @@ class Scores:
     accepts: list[Tensor]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """How the M slots of a tile choose among C candidates each, in place of the likeliest token of all.
+
+    `ids_MC` are the candidates as draft ids (int64), and `dz_MC` gradients of their logits, which are added to those of
+    the loss. `hit_M` (bool) and `accept_M` are as `Scores.hits` and α for the slot's choice.
+    """
+
+    ids_MC: Tensor
+    dz_MC: Tensor
+    hit_M: Tensor
+    accept_M: Tensor
+
+
+Choose = Callable[["Tile", Tensor, Tensor], Chosen]  # of a tile, its draft logits [M, W] and teacher logits [N, V]
+
+
 class LossResult(NamedTuple):
     """`loss` is Σ_k weights[k] Σ_scored loss, a scalar. `dhead_inputs` are its gradients for the head's inputs."""
 
@@ -118,13 +135,14 @@ class LossResult(NamedTuple):
 def loss_and_gradients(
     head_inputs: Sequence[Tensor], head_WE: Tensor, teacher: Teacher, weights: Sequence[float],
     options: LossOptions = LossOptions(), *, head_sum: Fp32Accumulator | None = None, gradients: bool = True,
+    choose: Choose | None = None,
 ) -> LossResult:  # fmt: skip
     """The loss of K steps and its gradients.
 
     `head_inputs` has a tensor per step, [S_k or more, E]; rows beyond S_k are padding and get zero gradients. `weights`
     are the K weights of the steps. The gradient of the head's weight is added to `head_sum`, if given. Without
-    `gradients`, `dhead_inputs` is empty. Memory: the logits of a chunk of teacher rows and of the chunk's slots, at
-    least SLOTS_PER_GROUP slots.
+    `gradients`, `dhead_inputs` is empty. `choose` says how tokens are chosen (None: the likeliest). Memory: the
+    logits of a chunk of teacher rows and of the chunk's slots, at least SLOTS_PER_GROUP slots.
     """
     device, counts = head_WE.device, [r.numel() for r in teacher.rows]
     chunk = options.teacher_rows_per_chunk(teacher.vocab_size, teacher.ids_W.numel(), len(counts), device)
@@ -153,7 +171,11 @@ def loss_and_gradients(
 
     def loss_of_tile(tile: Tile, z_MW: Tensor) -> None:
         logits_NV = teacher.logits(slice(tile.start, tile.start + chunk)).to(z_MW.device)
+        chosen = choose(tile, z_MW, logits_NV) if choose is not None else None  # before z is overwritten
         compute(z_MW, logits_NV, tile, *given)
+        if chosen is not None:
+            z_MW.scatter_add_(1, chosen.ids_MC, chosen.dz_MC.to(z_MW.dtype))
+            sums.hit_S[tile.place_M], sums.accept_S[tile.place_M] = chosen.hit_M, chosen.accept_M
 
     for group in group_tiles(make_tiles(list(teacher.rows), chunk, device)):
         rows = sum(tile.place_M.numel() for tile in group)

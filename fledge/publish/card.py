@@ -90,6 +90,8 @@ def describe(config: DraftConfig) -> list[str]:
         lines.append(f"A drafted token sees {seen}{', and of the text ' + ' or '.join(windows) if windows else ''}.")
         if config.block_conv:
             lines.append("Attention and MLPs have DFlash 2's convolutions over the rows of a block.")
+        if config.candidate_selector:
+            lines.append("A selector chooses each token among 16 candidates, given the token before it (DFlash 2).")
     if known.depth:
         length = f", on documents of up to {known.max_length} tokens" if known.max_length else ""
         lines.append(f"It was trained to draft {known.depth} tokens{length}.")

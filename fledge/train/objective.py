@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fledge.drafts.block import BlockDraft
 from fledge.drafts.draft import Draft
 from fledge.ops.device import at_least_float32, to_device
 from fledge.ops.loss import LossOptions, Scores, Teacher, dpace_weights, loss_and_gradients
+from fledge.train.plan import step_inputs
 from fledge.train.row_pass import Chunk, Implementation, Objective, row_pass
+from fledge.train.selection import SelectorLoss
 from fledge.types import Features, Packed
 
 
@@ -115,13 +118,20 @@ def _train_chunk(
     options = LossOptions(
         objective.loss, objective.keep_out_of_vocab, objective.temperature, implementation.chunk, implementation.loss
     )
+    weights = objective.weights(draft.family)
+    selection = _selection(chunk, weights, hard=objective.loss == "hard")
     loss, scores, dhead_inputs = loss_and_gradients(
-        chunk.head_inputs, draft.head, targets, objective.weights(draft.family), options,
-        head_sum=gradients.head_sum if gradients else None, gradients=gradients is not None,
+        chunk.head_inputs, draft.head, targets, weights, options,
+        head_sum=gradients.head_sum if gradients else None, gradients=gradients is not None, choose=selection,
     )  # fmt: skip
+    by_slot = None
     if objective.dpace and dhead_inputs:
         assert not draft.head.requires_grad, "D-PACE weights the gradient of the head's input alone"
-        weigh_by_confidence(dhead_inputs, chunk.slots, scores, hard=objective.loss == "hard")
+        by_slot = weigh_by_confidence(dhead_inputs, chunk.slots, scores, hard=objective.loss == "hard")
+    if selection is not None:
+        loss = loss + selection.loss
+        if gradients:
+            selection.backward(dhead_inputs, by_slot)
     if draft.family.regression:
         loss = loss + _regression(chunk.head_inputs[0], states_PD, chunk.rows[0], dhead_inputs)
     if gradients:
@@ -136,8 +146,11 @@ def labels(row: Packed, needed_P: Tensor) -> Tensor:
     return row.token_T[needed_P + 1].long()
 
 
-def weigh_by_confidence(dhead_inputs: list[Tensor], slots: Sequence[Tensor], scores: Scores, *, hard: bool) -> None:
-    """Multiplies the gradient of each slot's head input by D-PACE's weight of the slot (`dpace_weights`).
+def weigh_by_confidence(
+    dhead_inputs: list[Tensor], slots: Sequence[Tensor], scores: Scores, *, hard: bool
+) -> list[Tensor]:
+    """Multiplies the gradient of each slot's head input by D-PACE's weight of the slot (`dpace_weights`). Returns the
+    weights of each step's slots.
 
     The loss was computed with equal weights, and its gradient is linear in the weights. Each slot of `slots[0]` begins
     a block. The probability that a slot's token is accepted is exp(-loss) with `hard` labels, as in D-PACE's paper, and
@@ -146,9 +159,24 @@ def weigh_by_confidence(dhead_inputs: list[Tensor], slots: Sequence[Tensor], sco
     """
     confidences = [loss.neg().exp() for loss in scores.losses] if hard else scores.accepts
     blocks = to_device([torch.searchsorted(slots[0], t) for t in slots], confidences[0].device)
-    for dh, weight in zip(dhead_inputs, dpace_weights(confidences, blocks), strict=True):
+    weights = dpace_weights(confidences, blocks)
+    for dh, weight in zip(dhead_inputs, weights, strict=True):
         of_slots = dh[: weight.numel()]  # rows beyond are padding
         of_slots.copy_(of_slots * weight[:, None])
+    return weights
+
+
+def _selection(chunk: Chunk, weights: Sequence[float], *, hard: bool = False) -> SelectorLoss | None:
+    """The loss of the draft's selector on a chunk, with `hard` labels or the target's distributions; None without a
+    selector."""
+    draft, row = chunk.row_pass.draft, chunk.row_pass.row
+    selector = draft.selector() if isinstance(draft, BlockDraft) else None
+    if selector is None:
+        return None
+    tokens = ([step_inputs(row, slots, k + i)[0] for k, slots in enumerate(chunk.slots)] for i in (0, 1))
+    before_S, label_S = to_device([torch.cat(parts).long() for parts in tokens], draft.device)
+    counts = [slots.numel() for slots in chunk.slots]
+    return SelectorLoss(selector, chunk.head_inputs, before_S, counts, weights, label_S if hard else None)
 
 
 def _regression(out_PE: Tensor, states_PD: Tensor, rows_S: Tensor, dhead_inputs: list[Tensor]) -> Tensor:

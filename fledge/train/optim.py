@@ -17,14 +17,19 @@ MOMENTUM = 0.95  # of Muon
 MUON_SCALE = 0.2  # the root mean square of AdamW's updates, about, which lets Muon use the same learning rates
 # Newton-Schulz iterations and their coefficients (Jordan 2024), which bring singular values near 1 in few iterations
 ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-VOCABULARY = ("lm_head", "embed_tokens")  # matrices with a row for each token, which Muon leaves to AdamW
+VOCABULARY = (
+    "lm_head",
+    "embed_tokens",
+    "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook",
+)  # matrices with a row for each token, which Muon leaves to AdamW
 
 
 class MasterOptimizer:
     """AdamW (Loshchilov & Hutter 2019) on float32 master weights of parameters that may be 16-bit (float64 masters of
     float64 parameters). With `kind` "muon", Muon for the matrices of the draft's layers (Jordan 2024; with the scale of
     Liu et al. 2025, arXiv:2502.16982, for which AdamW's learning rates and weight decay fit), and AdamW for the rest:
-    the head, embeddings, norms and biases.
+    the head, embeddings, codebooks, norms and biases.
 
     `accumulate` adds the gradients of a backward pass, which are sums over slots, to float32 sums. `step` adds up the
     sums of all ranks, scales and clips the gradients by the global norm, updates the master weights and copies them to

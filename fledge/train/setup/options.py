@@ -115,6 +115,10 @@ class ShapeOptions(Options):
     block_conv: bool = opt(
         "DFlash 2: convolve each token's row with the row before it in the block, around every attention and MLP", False
     )
+    candidate_selector: bool = opt(
+        "DFlash 2: choose each token among the 16 likeliest of its place, given the token before it (drafts chains, no "
+        "trees)", False
+    )  # fmt: skip
     sliding_window: int | None = opt(
         "DFlash: let a drafted token see only this many tokens before it (default: the whole text)", None, minimum=2
     )
