@@ -1,85 +1,90 @@
-"""Trains a draft of every method on the same tokens, and records acceptance and speed for each mode of drafting.
+"""Trains a draft of each method for the same time, and records acceptance and speed as chain and as trees.
 
-    python bench/family.py --target DIR --chats DIR --out bench/results/family.json
+    python bench/family.py --target DIR --chats DIR --out bench/results/block.json
+    python bench/family.py --target DIR --chats DIR --own FILE.. --draft eagle3 dflash --seconds 240 --out RECORD
 
 `--chats` is a directory with sgd_train, sgd_dev, gsm8k_train and stories (.jsonl files of messages); the last 32
-records of the latter two are held out. Four drafts are trained on the same rows for `--steps` steps, in parallel
-processes. Then each draft decodes in each mode at temperatures 0 and 1: τ and α over 32 prompts, 16 at a time, with at
-most 64 new tokens. After that, a single process measures the time of a round and tokens per second over a few prompts,
-one at a time. The prompts of `long` are three dialogues each, longer than any training document. Rows with a `depth`
-other than the trained one, or with other tree sizes, serve to choose defaults.
+records of the latter two are held out. The drafts are trained one after the other on the same files, each for
+`--seconds` seconds: a few steps are timed first, which gives the number of steps. `tokens` are those of the rows that
+were trained on, `seconds` the steps' own. With `--own`, they are trained on these files instead, which `fledge
+regenerate` wrote; the rows have `data` "own".
+
+Each draft then decodes 32 prompts of each set greedily, with at most `--new` new tokens, as a chain and as trees: one
+prompt at a time (`--timed` of them), and 16 together. `tau`, `alpha` and `rounds` are those of all prompts,
+`round_ms` and `draft_ms` the time of a round alone and its share of drafting, `tokens_per_s` the speed of one prompt
+at a time, without reading it, and `tokens_per_s_16` that of 16 together, with reading them. Engines are prepared
+before, so that rounds are captured on a GPU. The mode "none" decodes without a draft. Rows of a record of the same
+machine and commit are kept, and not measured again.
 """
 
 import argparse
-import itertools
 import json
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+import shutil
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fledge.commands import train
-from fledge.decode.engine import Engine
 from fledge.decode.load import load
+from fledge.decode.request import Completion
+from fledge.drafts.weights import read_draft_config
 from fledge.io.display import ProgressDisplay
 from fledge.io.machine import environment
-from fledge.measure.metrics import alpha, alpha_text, tau
+from fledge.measure.metrics import alpha, tau
 from fledge.measure.prompts import first_prompt, read_prompts
 from fledge.measure.record import check_record_path, write_record
-from fledge.types import Sampling
 
-METHODS = ("eagle1", "eagle3", "eagle3.1", "peagle")
-DEPTH, HELD, NEW = 5, 32, 64
+DEPTH, HELD, BATCH, CALIBRATION = 7, 32, 16, 16
 SETS = ("sgd_dev", "gsm8k", "stories")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A row of the record: the method, the drafting options, the temperature and the prompt set. `width` is 0 for
-    chains, and for trees of P-EAGLE, which have none."""
-
-    method: str
-    mode: str
-    temperature: float
-    set: str
-    depth: int = DEPTH
-    nodes: int = 0
-    width: int = 0
-
-    def engine(self, work: Path, target: Any) -> Engine:
-        tree = dict(nodes=self.nodes, width=self.width or None) if self.mode == "tree" else {}
-        return load(target, str(work / self.method / "draft"), depth=self.depth, mode=self.mode, **tree)
+DRAFTS: dict[str, dict[str, Any]] = {
+    "eagle3": dict(method="eagle3"),
+    "peagle": dict(method="peagle"),
+    "dflash": dict(method="dflash"),
+    "dflash causal": dict(method="dflash", block_causal=True),
+    "dflash conv": dict(method="dflash", block_conv=True),
+    "dflash causal conv": dict(method="dflash", block_causal=True, block_conv=True),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--chats", type=Path, required=True)
+    parser.add_argument("--own", nargs="*", default=[], help="files that the target wrote, to train on instead")
     parser.add_argument("--work", type=Path, default=Path("runs/family"))
-    parser.add_argument("--out", type=Path, default=Path("bench/results/family.json"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/block.json"))
+    parser.add_argument("--draft", nargs="*", choices=DRAFTS, default=list(DRAFTS))
+    parser.add_argument("--seconds", type=float, nargs="*", default=[60.0, 240.0], help="of training")
+    parser.add_argument("--layers", type=int, help="of every draft (default: each method's own)")
+    parser.add_argument("--draft-vocab", type=int, default=4096, help="of methods that have one")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 60, 256], help="of trees, the root included")
     parser.add_argument("--prompts", type=int, default=HELD, help="prompts of each set")
-    parser.add_argument("--timed", type=int, default=2, help="prompts of each set that are timed, one at a time")
-    parser.add_argument("--methods", nargs="*", default=METHODS)
+    parser.add_argument("--timed", type=int, default=4, help="prompts of each set that are decoded alone")
+    parser.add_argument("--new", type=int, default=64, help="the most new tokens of a prompt")
+    parser.add_argument("--row-length", type=int, default=8192)
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     check_record_path(options.out, "--out")
     split(options)
-    with ProcessPoolExecutor(len(options.methods), multiprocessing.get_context("spawn")) as pool:
-        found = list(pool.map(train_and_decode, options.methods, [options] * len(options.methods)))
-    rows = [row for _, mine in found for row in mine]
     target = load(options.target, device=options.device).target
-    dtype = str(target.dtype).removeprefix("torch.")
-    record = {"environment": environment(target.device.type, dtype), "training": [t for t, _ in found], "rows": rows}
-    print(*record["training"], sep="\n", flush=True)
-    # rows that compare methods first
-    for row in sorted(rows, key=lambda r: (r["depth"] != DEPTH or r["nodes"] not in (0, 32), r["temperature"])):
-        row |= measure_speed(Setting(**{k: row[k] for k in Setting.__dataclass_fields__}), target, options)
-        print(describe(row), flush=True)
-        write_record(options.out, record)
+    machine = environment(target.device.type, str(target.dtype).removeprefix("torch."))
+    record: dict[str, Any] = {"environment": machine, "training": [], "rows": []}
+    if options.out.is_file() and (found := json.loads(options.out.read_text()))["environment"] == machine:
+        record = found
+    if not any(row["mode"] == "none" for row in record["rows"]):
+        record["rows"] += decoded(options, target, None)
+    data = "own" if options.own else "corpus"
+    for name in options.draft:
+        for seconds in options.seconds:
+            case = {"draft": name, "data": data, "asked_seconds": seconds}
+            if any(case.items() <= row.items() for row in record["training"]):
+                continue
+            trained = case | trained_draft(options, name, data, seconds)
+            print(trained, flush=True)
+            record["rows"] += [case | row for row in decoded(options, target, folder(options, name, data, seconds))]
+            record["training"].append(trained)
+            write_record(options.out, record)
 
 
 def split(options: argparse.Namespace) -> None:
@@ -98,10 +103,6 @@ def split(options: argparse.Namespace) -> None:
         write(held, lines(name)[-HELD:])
     write("sgd_train", lines("sgd_train"))
     write("sgd_dev", lines("sgd_dev"))
-    dialogues = [json.loads(line)["messages"] for line in lines("sgd_dev")[: 3 * HELD]]
-    joined = [list(itertools.chain(*dialogues[i : i + 3])) for i in range(0, len(dialogues), 3)]
-    # a prompt ends before the middle answer, so the dialogues are written twice
-    write("long", [json.dumps({"messages": [*j, *j]}) for j in joined])
 
 
 def prompts_of(name: str, options: argparse.Namespace) -> list[Any]:
@@ -109,79 +110,76 @@ def prompts_of(name: str, options: argparse.Namespace) -> list[Any]:
     return [first_prompt(p) for p in read_prompts(file, options.prompts)]
 
 
-def settings_of(method: str) -> list[Setting]:
-    one, width = ("parallel", 0) if method == "peagle" else ("chain", 8)
-    found = []
-    for name in SETS:
-        for temperature in (0.0, 1.0):
-            found.append(Setting(method, one, temperature, name))
-            found.append(Setting(method, "tree", temperature, name, nodes=32, width=width))
-    deeper = [
-        Setting(method, one, 0.0, name, depth=depth) for name, depth in (("sgd_dev", 10), ("long", 5), ("long", 10))
-    ]
-    found += deeper if method != "eagle1" else []
-    if method in ("eagle3", "peagle"):
-        sizes = [(5, 8, 4), (5, 16, 4), (5, 16, 8), (5, 60, 10), (7, 60, 10)]
-        if method == "peagle":
-            sizes = [(5, 8, 0), (5, 16, 0), (5, 60, 0), (7, 60, 0)]
-        found += [Setting(method, "tree", 0.0, "sgd_dev", depth, nodes, width) for depth, nodes, width in sizes]
-        found += [Setting(method, one, 0.0, "sgd_dev", depth=depth) for depth in (2, 3, 4, 7)]
-    return found
+def folder(options: argparse.Namespace, name: str, data: str, seconds: float) -> Path:
+    return options.work / f"{name.replace(' ', '-')}-{data}-{seconds:g}"
 
 
-def train_and_decode(method: str, options: argparse.Namespace) -> tuple[dict, list[dict]]:
-    """Trains a method's draft, and measures τ and α of every setting. Returns the training's summary and the rows."""
-    show = ProgressDisplay(quiet=True)
-    data = [str(options.work / "data" / f"{name}.jsonl") for name in ("sgd_train", "gsm8k_train", "stories")]
-    asked = train.TrainOptions(
-        target=options.target, data=data, out=str(options.work / method), method=method, depth=DEPTH,
-        steps=options.steps, draft_vocab=None if method == "eagle1" else 4096, max_length=512, row_length=8192,
-        save_every=10**6, eval_prompts=str(options.work / "data" / "sgd_dev.jsonl"), eval_tokens=1,
-        device=options.device,
-    )  # fmt: skip
-    last = train.run(asked, lambda line: None, show)
-    lines = [json.loads(line) for line in (options.work / method / "metrics.jsonl").read_text().splitlines()]
-    trained = {
-        "method": method, "steps": options.steps, "seconds": sum(m["seconds"] for m in lines), "loss": last["loss"],
-        "tokens": sum(m["tokens_per_s"] * m["seconds"] for m in lines),
-    }  # fmt: skip
-    target, rows = load(options.target, device=options.device).target, []
-    for setting in settings_of(method):
-        sampling = Sampling(temperature=setting.temperature)
-        done = setting.engine(options.work, target).generate_all(
-            prompts_of(setting.set, options), batch=16, max_new_tokens=NEW, sampling=sampling
-        )
-        traces = [c.trace for c in done]
-        rows.append(
-            {**vars(setting), "tau": tau(traces), "alpha": alpha(traces), "rounds": sum(len(t.rounds) for t in traces)}
-        )
-    return trained, rows
+def trained_draft(options: argparse.Namespace, name: str, data: str, seconds: float) -> dict[str, Any]:
+    """Trains a draft for so many seconds. Returns the facts of its training."""
+    out = folder(options, name, data, seconds)
+    more = {"layers": options.layers} if options.layers else {}
+    more |= {} if DRAFTS[name]["method"] == "dflash" else {"draft_vocab": options.draft_vocab}
+    corpus = [str(options.work / "data" / f"{file}.jsonl") for file in ("sgd_train", "gsm8k_train", "stories")]
 
+    def run(steps: int) -> list[dict[str, Any]]:
+        shutil.rmtree(out, ignore_errors=True)
+        asked = train.TrainOptions(
+            target=options.target, data=options.own or corpus, out=str(out), depth=DEPTH, steps=steps, max_length=512,
+            row_length=options.row_length, save_every=10**6, eval_tokens=1, device=options.device,
+            eval_prompts=str(options.work / "data" / "sgd_dev.jsonl"),
+            **DRAFTS[name], **more,
+        )  # fmt: skip
+        train.run(asked, lambda line: None, ProgressDisplay(quiet=True))
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
-def measure_speed(setting: Setting, target: Any, options: argparse.Namespace) -> dict[str, float]:
-    """Decodes a few prompts one at a time, after a warm-up of 8 tokens."""
-    engine, sampling = setting.engine(options.work, target), Sampling(temperature=setting.temperature)
-    asked = prompts_of(setting.set, options)[: options.timed]
-    engine.generate(asked[0], max_new_tokens=8, sampling=sampling)
-    done = [engine.generate(p, max_new_tokens=NEW, sampling=sampling) for p in asked]
-    rounds = [r for c in done for r in c.trace.rounds]
-    decoding = sum(c.trace.t_total - c.trace.t_prefill for c in done)
+    first = run(CALIBRATION)
+    a_step = statistics.median(m["seconds"] for m in first[CALIBRATION // 2 :])
+    steps = run(max(round(seconds / a_step), CALIBRATION))
     return {
-        "round_ms": 1e3 * decoding / max(len(rounds), 1),
-        "draft_ms": 1e3 * sum(r.t_draft for r in rounds) / max(len(rounds), 1),
-        "tokens_per_s": sum(len(c.tokens) for c in done) / sum(c.trace.t_total for c in done),
+        "steps": len(steps), "seconds": sum(m["seconds"] for m in steps), "loss": steps[-1]["loss"],
+        "tokens": sum(m["tokens_per_s"] * m["seconds"] for m in steps),
+    }  # fmt: skip
+
+
+def decoded(options: argparse.Namespace, target: Any, run: Path | None) -> list[dict[str, Any]]:
+    """The rows of a run's draft; of the target alone without a run."""
+    draft, modes, rows = run and str(run / "draft"), [("none", {})], []
+    if draft:
+        one_pass = read_draft_config(draft).family.one_pass
+        tree: dict[str, Any] = dict(mode="tree") if one_pass else dict(mode="tree", width=10)
+        modes = [("chain", dict(mode="parallel" if one_pass else "chain"))]
+        modes += [(f"tree of {nodes}", tree | dict(nodes=nodes)) for nodes in options.nodes]
+    for mode, given in modes:
+        engine = load(target, draft, depth=DEPTH, **given) if draft else load(target)
+        for batch in (1, BATCH):
+            engine.prepare(batch)
+        for name in SETS:
+            prompts = prompts_of(name, options)
+            engine.generate_all(prompts[:BATCH], batch=BATCH, max_new_tokens=8)
+            engine.generate(prompts[0], max_new_tokens=8)
+            alone = [engine.generate(p, max_new_tokens=options.new) for p in prompts[: options.timed]]
+            began = time.perf_counter()
+            together = engine.generate_all(prompts, batch=BATCH, max_new_tokens=options.new)
+            rows.append({"mode": mode, "set": name} | facts(alone, together, time.perf_counter() - began))
+            print(run and run.name, rows[-1], flush=True)
+    return rows
+
+
+def facts(alone: list[Completion], together: list[Completion], seconds_16: float) -> dict[str, Any]:
+    """The figures of a row, from the answers to prompts alone and together, and the seconds of the latter."""
+    traces, rounds = [c.trace for c in together], [r for c in alone for r in c.trace.rounds]
+    seconds = sum(c.trace.t_total - c.trace.t_prefill for c in alone)
+    found = {
+        "tokens_per_s": sum(len(c.tokens) for c in alone) / seconds,
+        "tokens_per_s_16": sum(len(c.tokens) for c in together) / seconds_16,
     }
-
-
-def describe(row: dict) -> str:
-    tree = f" {row['nodes']}" + (f"x{row['width']}" if row["width"] else "") if row["nodes"] else ""
-    return (
-        f"{row['method']:9} {row['mode']}{tree:6} depth {row['depth']:2} T={row['temperature']:.0f} {row['set']:8} "
-        f"τ {row['tau']:.2f}  α {alpha_text(row['alpha'])}  round {row['round_ms']:.1f} ms, of that "
-        f"drafting {row['draft_ms']:.1f}; {row['tokens_per_s']:.0f} tokens/s"
-    )
+    if not rounds:
+        return found
+    return found | {
+        "tau": tau(traces), "alpha": alpha(traces), "rounds": sum(len(t.rounds) for t in traces),
+        "round_ms": 1e3 * seconds / len(rounds), "draft_ms": 1e3 * sum(r.t_draft for r in rounds) / len(rounds),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
     main()

@@ -270,6 +270,24 @@ def test_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r["speedup_iqr"][0] <= r["speedup"] <= r["speedup_iqr"][1] for r in rows)
 
 
+def test_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two drafts of one layer; a second run measures only what the record lacks."""
+    for name, n in (("sgd_train", 30), ("sgd_dev", 9), ("gsm8k_train", 50), ("stories", 50)):
+        tiny_chats(tmp_path / f"{name}.jsonl", n)
+    target = tiny_target_directory(tmp_path, num_hidden_layers=4)
+    words = ["--target", target, "--chats", tmp_path, "--work", tmp_path / "work", "--seconds", 0, "--layers", 1]
+    words += ["--nodes", 8, "--prompts", 3, "--timed", 1, "--new", 6, "--row-length", 512, "--draft-vocab", 64]
+    found = record(tmp_path, monkeypatch, "family", *words, "--draft", "eagle3")
+    assert [row["mode"] for row in found["rows"][::3]] == ["none", "chain", "tree of 8"]
+    again = record(tmp_path, monkeypatch, "family", *words, "--draft", "eagle3", "dflash causal")
+    assert again["rows"][:9] == found["rows"] and [t["draft"] for t in again["training"]] == ["eagle3", "dflash causal"]
+    new = again["rows"][9:]
+    assert {(row["draft"], row["set"]) for row in new} == {
+        ("dflash causal", n) for n in ("sgd_dev", "gsm8k", "stories")
+    }
+    assert all(row["tau"] >= 1 and row["tokens_per_s_16"] > 0 and row["round_ms"] > row["draft_ms"] for row in new)
+
+
 def test_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     pytest.importorskip("triton")
     dtype = torch.get_default_dtype()
