@@ -17,15 +17,18 @@ from fledge.decode.draft_size import (
     EVIDENCE,
     HELD,
     MEMORY,
+    MOST_ROWS,
     NOTHING,
     REST,
     SETTLED,
     TIMED,
     AcceptanceRates,
     DraftSize,
+    NestedTrees,
     SizeChooser,
+    fitting,
 )  # fmt: skip
-from fledge.decode.drafting import DEPTHS, FAR, NODES, Drafting
+from fledge.decode.drafting import DEPTHS, FAR, FIRST_NODES, MANY_NODES, NODES, Drafting
 from fledge.decode.load import load
 from fledge.types import Sampling
 from support.decoding import prompts
@@ -98,6 +101,68 @@ def test_the_choice_is_close_to_the_best(rate: float, step: float, rows: float) 
     world = World(rate, step, rows)
     world.speed(20)
     assert world.speed(100) > 0.93 * world.best()
+
+
+class TreeWorld(World):
+    """The same with trees of which each is the start of the larger ones. A tree of n nodes is accepted for
+    `tokens` * n**`growth` tokens on average."""
+
+    def __init__(self, tokens: float, growth: float, rows: float):
+        super().__init__(0.0, 0.0, rows)
+        self.tokens, self.growth = tokens, growth
+        self.sizes = [DraftSize(15, n) for n in (FIRST_NODES, *(n for n in MANY_NODES if n != FIRST_NODES))]
+        self.chooser, self.size = SizeChooser(self.sizes, nested=True), self.sizes[0]
+
+    def round(self, size: DraftSize) -> tuple[int, list[float]]:
+        chance, path = self.draw.random(), []
+        for n in MANY_NODES if size.depth else ():
+            if n <= size.nodes:
+                path += [n - 1] * (int(self.tokens * n**self.growth + chance) - len(path))
+        times = [0.0, 1.0] if size == NOTHING else [self.drafting(0), self.verification(size.nodes)]
+        self.used[size] += 1
+        noise = 1 + 0.02 * self.draw.random()
+        self.chooser.add(size, [len(path)], (noise * times[0], noise * times[1]), [path])
+        return len(path), times
+
+    def best(self) -> float:
+        tokens = {s: 1 + self.tokens * s.nodes**self.growth for s in self.sizes}
+        return max(t / (self.drafting(0) + self.verification(s.nodes)) for s, t in tokens.items())
+
+
+@pytest.mark.parametrize("growth", [0.03, 0.1, 0.2, 0.3, 0.4])
+@pytest.mark.parametrize("rows", [0.0005, 0.002, 0.01, 0.05])
+def test_the_choice_of_a_tree_is_close_to_the_best(growth: float, rows: float) -> None:
+    """Whatever a larger tree is accepted for: smaller trees are measured with it, and larger ones are tried."""
+    world = TreeWorld(1.4, growth, rows)
+    world.speed(20)
+    assert world.speed(100) > 0.95 * world.best()
+
+
+def test_a_tree_says_what_its_start_is_accepted_for() -> None:
+    trees = NestedTrees([4, 16, 8])
+    for _ in range(10 * MEMORY):
+        trees.add(16, [[1, 3, 5], [2, 9], []])
+    assert trees.tokens(4) == pytest.approx(1 + 1, abs=0.05)
+    assert trees.tokens(8) == pytest.approx(1 + 4 / 3, abs=0.05)
+    assert trees.tokens(16) == pytest.approx(1 + 5 / 3, abs=0.05)
+    for _ in range(10 * MEMORY):  # of another text; what the largest tree adds stays known
+        trees.add(8, [[1, 5]])
+    assert trees.tokens(8) == pytest.approx(1 + 2, abs=0.05)
+    assert trees.tokens(16) == pytest.approx(1 + 2 * 5 / 4, abs=0.05)
+
+
+def test_large_trees_are_for_few_requests() -> None:
+    sizes = [DraftSize(15, n) for n in MANY_NODES]
+    assert fitting(sizes, 1) == fitting(sizes, 4) == sizes and fitting(sizes, 1000) == sizes[:2]
+    assert fitting([DraftSize(3, 64), DraftSize(3, 60)], 1000) == [DraftSize(3, 60)]
+    assert [max(fitting(sizes, n)).nodes * n for n in (8, 16, 32, 64)] == [MOST_ROWS] * 4
+    assert fitting(CHAINS, 128) == CHAINS, "chains are as deep as wanted"
+    chooser = SizeChooser(sizes, nested=True)
+    for _ in range(2 * TIMED):
+        size = chooser.choose(64, sizes[-1])
+        assert size.nodes <= 16
+        chooser.add(size, [1] * 64, (1.0, float(size.nodes)), [[1]] * 64)
+    assert chooser.choose(64, sizes[-1]).nodes == 8 and chooser.choose(128, sizes[-1]).nodes <= 16
 
 
 def test_drafting_is_tried_less_and_less_often() -> None:
@@ -197,6 +262,13 @@ def test_sizes_of_drafting() -> None:
     assert {s.depth for s in resolved.sizes} == {trained, *(d for d in DEPTHS if d <= max(2 * trained, FAR))}
     trees = Drafting(mode="tree", nodes="auto", depth=4).for_draft(draft.config)
     assert sorted(s.nodes for s in trees.sizes) == sorted(NODES) and trees.verified == max(NODES)
+    one_pass = tiny_draft(tiny_target(), **P_EAGLE).config.with_provenance(depth=15)
+    trees = Drafting(mode="tree", nodes="auto").for_draft(one_pass)
+    assert trees.sizes[0] == DraftSize(15, FIRST_NODES)
+    assert set(trees.sizes) == {DraftSize(15, n) for n in MANY_NODES}
+    assert trees.sizes == Drafting(mode="tree", nodes="auto", depth="auto").for_draft(one_pass).sizes
+    assert Drafting(mode="tree", nodes=50, depth="auto").for_draft(one_pass).sizes == (DraftSize(15, 50),)
+    assert {s.depth for s in Drafting(depth="auto").for_draft(one_pass).sizes} == {1, 2, 3, 5, 7, 10, 15}
     assert Drafting(depth=3).for_draft(draft.config).sizes == (DraftSize(3, 4),)
     assert Drafting(depth=3).for_draft(draft.config).chooser() is None
 

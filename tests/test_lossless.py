@@ -498,9 +498,10 @@ def commit_the_drafts_token(rule: Any, tree: Tree, *given: Any) -> Verdict:
 
 
 def commit_one_too_many(verify_trees: Any, *given: Any) -> Tensor:
-    token_BR, count_B1, drafted_B1 = (results := verify_trees(*given)).split([results.shape[1] - 2, 1, 1], dim=1)
-    token_BR = torch.cat([token_BR, token_BR[:, :1]], dim=1).scatter(1, count_B1, 5)
-    return torch.cat([token_BR, count_B1 + 1, drafted_B1], dim=1)
+    R = (results := verify_trees(*given)).shape[1] // 2 - 1
+    token_BR, path_BR, count_B1, drafted_B1 = results.split([R, R, 1, 1], dim=1)
+    token_BR, path_BR = (torch.cat([x, x[:, :1]], dim=1) for x in (token_BR, path_BR))
+    return torch.cat([token_BR.scatter(1, count_B1, 5), path_BR, count_B1 + 1, drafted_B1], dim=1)
 
 
 def forget_a_token_too_few(keep: Any, cache: TargetCache | KVCache, path_BR: Any, count_B: Tensor) -> None:

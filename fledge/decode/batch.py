@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fledge.decode.draft_size import HELD, NOTHING, SETTLED, DraftSize, SizeChooser
+from fledge.decode.draft_size import HELD, NOTHING, SETTLED, DraftSize, SizeChooser, fitting
 from fledge.decode.request import Request
 from fledge.decode.rounds import (
     CapturedRounds,
@@ -113,7 +113,8 @@ class Batch:
         try:
             # the largest first, as smaller graphs use the same memory again
             for size in sorted(sizes, reverse=True):
-                for other in sorted(self.proposer.shapes, key=lambda s: s.nodes, reverse=True):
+                of_batch = fitting(self.proposer.shapes, size)
+                for other in sorted(of_batch, key=lambda s: s.nodes, reverse=True):
                     self.proposer.use(other)
                     if self._graph_key(size) not in self.graphs:
                         self._capture(size)
@@ -262,7 +263,7 @@ class Batch:
     def _adapt(self) -> None:
         """Changes the draft size if another size is faster."""
         self.due -= 1
-        if self.due > 0:
+        if self.due > 0 and self.proposer.size in fitting(self.proposer.shapes, len(self.running)):
             return
         size = self.chooser.choose(len(self.running), self.proposer.size)
         self.due, self.rests = SETTLED if self.chooser.settled else HELD, size == NOTHING
@@ -358,7 +359,9 @@ class Batch:
         self.timers.append(launched.timer)
         seconds, results = (sum(drafting, 0.0), verifying), launched.results.tolist()
         if self.chooser is not None:
-            self.chooser.add(launched.size, [row[-2] - 1 for row in results], seconds)
+            R = len(results[0]) // 2 - 1  # see `Rounds.verify_trees`
+            paths = [row[R + 1 : R + row[-2]] for row in results]
+            self.chooser.add(launched.size, [len(path) for path in paths], seconds, paths)
         updated = []
         for request, row in zip(launched.requests, results, strict=True):
             if request.over:

@@ -7,10 +7,12 @@ and tries drafting again now and then.
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fledge.config import DraftConfig
@@ -28,6 +30,7 @@ REST, LONGEST_REST = 200, 6400  # rounds at rest before drafting is tried: at fi
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth that was never drafted, relative to the depth above
 GROWTH = 0.2  # assumed: accepted tokens grow with this power of a tree's nodes
+MOST_ROWS = 1024  # rows of the verification of a batch of trees; with more, twice the rows take twice the time
 CHANCE_ROUNDS = 100  # the fewest rounds by which a draft is judged
 AT_CHANCE = 0.08  # share of accepted first tokens; common tokens reach a few percent, a trained draft over 20 percent
 
@@ -69,11 +72,52 @@ class AcceptanceRates:
         return total
 
 
-class SizeChooser:
-    """Chooses the draft size of the rounds of an engine, among `sizes`, of which `sizes[0]` is used first."""
+def fitting(sizes: Iterable[DraftSize], requests: int) -> list[DraftSize]:
+    """Those of `sizes` that rounds of so many requests may have: chains, and trees that have no more nodes than a chain
+    or up to MOST_ROWS rows in all; the smallest size if none is so."""
+    sizes = list(sizes)
+    most = MOST_ROWS // graph_size(requests)
+    return [s for s in sizes if s.nodes <= max(most, s.depth + 1)] or [min(sizes)]
 
-    def __init__(self, sizes: Sequence[DraftSize]):
+
+class NestedTrees:
+    """The tokens that trees of several numbers of nodes are accepted for, where each tree is the start of the larger
+    trees (`LikeliestTree`): a round with one tree shows what the smaller trees would have been accepted for. Older
+    rounds count exponentially less."""
+
+    def __init__(self, nodes: Sequence[int]):
+        self.nodes = sorted(nodes)
+        self.rounds = self.least = 0.0  # rounds of all requests, and tokens that the smallest tree was accepted for
+        # of each pair of neighbours, in the rounds whose trees have both: tokens of the smaller and of the larger tree
+        self.smaller, self.larger = ([0.0] * (len(nodes) - 1) for _ in range(2))
+
+    def add(self, nodes: int, paths: Sequence[Sequence[int]]) -> None:
+        """Adds a round with trees of `nodes` nodes. `paths` are the accepted nodes of each request, without the
+        root."""
+        keep = 1 - 1 / MEMORY
+        within = [sum(node < n for path in paths for node in path) for n in self.nodes if n <= nodes]
+        self.rounds, self.least = keep * self.rounds + len(paths), keep * self.least + within[0]
+        for i, (smaller, larger) in enumerate(itertools.pairwise(within)):
+            self.smaller[i], self.larger[i] = keep * self.smaller[i] + smaller, keep * self.larger[i] + larger
+
+    def tokens(self, nodes: int) -> float:
+        """The tokens that a round with trees of `nodes` nodes is expected to commit, the target's own included. Beyond
+        the trees that were tried, accepted tokens grow with the same power of the nodes as below."""
+        power, accepted = GROWTH, (self.least + PRIOR_ROUNDS) / (self.rounds + PRIOR_ROUNDS)
+        for (a, b), smaller, larger in zip(itertools.pairwise(self.nodes), self.smaller, self.larger, strict=True):
+            if b <= nodes:
+                grows = (larger + PRIOR_ROUNDS * (b / a) ** power) / (smaller + PRIOR_ROUNDS)
+                power, accepted = math.log(grows) / math.log(b / a), accepted * grows
+        return 1 + accepted
+
+
+class SizeChooser:
+    """Chooses the draft size of the rounds of an engine, among `sizes`, of which `sizes[0]` is used first. `nested`:
+    whether each tree is the start of the larger ones, as with `NestedTrees`."""
+
+    def __init__(self, sizes: Sequence[DraftSize], nested: bool = False):
         self.sizes = sizes
+        self.nested = NestedTrees([s.nodes for s in sizes]) if nested else None
         self.rates = AcceptanceRates(max(s.depth for s in sizes))
         self.nodes = float(sizes[0].nodes)  # mean nodes of the trees by which `rates` were measured
         # by number of requests (`graph_size`) and size: seconds of drafting and verification of the latest rounds
@@ -83,9 +127,12 @@ class SizeChooser:
         self.rested, self.patience = 0, REST  # rounds at rest since the last try, and the rounds until the next try
         self.reason = ""  # why the engine rested last
 
-    def add(self, size: DraftSize, accepted: Sequence[int], seconds: tuple[float, float]) -> None:
-        """Adds a round. `accepted` are the numbers of accepted tokens of each request. `seconds` are the seconds of
-        drafting and of verification."""
+    def add(
+        self, size: DraftSize, accepted: Sequence[int], seconds: tuple[float, float],
+        paths: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
+        """Adds a round. `accepted` are the numbers of accepted tokens of each request, and `paths` the accepted nodes,
+        without the root. `seconds` are the seconds of drafting and of verification."""
         latest = self.times[graph_size(len(accepted))].setdefault(size, deque(maxlen=LATEST))
         latest.append(seconds)
         self.rounds += 1
@@ -93,6 +140,8 @@ class SizeChooser:
             self.rested += 1
         else:
             self.rates.add(size.depth, accepted)
+            if self.nested is not None:
+                self.nested.add(size.nodes, paths)
             self.nodes += (size.nodes - self.nodes) / MEMORY
 
     def choose(self, requests: int, current: DraftSize) -> DraftSize:
@@ -102,10 +151,11 @@ class SizeChooser:
         if self.rounds >= AGAIN:
             self.rounds = 0
             self.times.clear()
+        able = fitting(self.sizes, requests)
         if not self._timed(requests):
-            here = self.times[graph_size(requests)]
-            measured = (s for s in (self.sizes[0], min(self.sizes)) if len(here.get(s, ())) < TIMED)
-            return next(measured, self.sizes[0])
+            here, first = self.times[graph_size(requests)], self.sizes[0] if self.sizes[0] in able else max(able)
+            measured = (s for s in (first, min(able)) if len(here.get(s, ())) < TIMED)
+            return next(measured, first)
         self.settled = True
         best, pays = self._best(requests)
         if self.rates.tried[0] < EVIDENCE:
@@ -114,6 +164,8 @@ class SizeChooser:
             self.rested, self.reason = 0, self._comparison(requests, best)
             return NOTHING
         self.patience = REST
+        if current not in able:
+            return best
         return best if self._speed(requests, best) > GAIN * self._speed(requests, current) else current
 
     def rests(self, requests: int) -> bool:
@@ -124,11 +176,13 @@ class SizeChooser:
             return True
         self.rested, self.patience = 0, min(2 * self.patience, LONGEST_REST)
         self.rates = AcceptanceRates(len(self.rates.tried))
+        if self.nested is not None:
+            self.nested = NestedTrees(self.nested.nodes)
         return False
 
     def _best(self, requests: int) -> tuple[DraftSize, bool]:
         """The fastest size beside NOTHING, and whether drafting pays."""
-        best = max(self.sizes, key=lambda size: self._speed(requests, size))
+        best = max(fitting(self.sizes, requests), key=lambda size: self._speed(requests, size))
         return best, self._speed(requests, best) >= WORTH * self._speed(requests, NOTHING)
 
     def _speed(self, requests: int, size: DraftSize) -> float:
@@ -137,6 +191,8 @@ class SizeChooser:
 
     def _tokens(self, size: DraftSize) -> float:
         """The tokens that a round is expected to commit for each request."""
+        if self.nested is not None and size != NOTHING:
+            return self.nested.tokens(size.nodes)
         grows = (size.nodes / self.nodes) ** GROWTH if size.nodes > size.depth + 1 else 1.0
         return 1 + (self.rates.tokens(size.depth) - 1) * grows
 
@@ -151,9 +207,9 @@ class SizeChooser:
 
     def _timed(self, requests: int) -> Sequence[tuple[DraftSize, deque[tuple[float, float]]]]:
         """The sizes with known seconds, at the number of requests nearest to `requests` where two sizes are known."""
-        enough = min(2, len(self.sizes))
         known = {n: [(s, t) for s, t in of.items() if len(t) >= TIMED] for n, of in self.times.items()}
-        able = [n for n in known if sum(s.depth > 0 for s, _ in known[n]) >= enough]
+        enough = {n: min(2, len(fitting(self.sizes, n))) for n in known}
+        able = [n for n in known if sum(s.depth > 0 for s, _ in known[n]) >= enough[n]]
         return known[min(able, key=lambda n: abs(n - graph_size(requests)))] if able else []
 
     def _comparison(self, requests: int, best: DraftSize) -> str:

@@ -25,6 +25,8 @@ DEPTHS = (1, 2, 3, 5, 7, 10, 14)  # depths that "auto" chooses from, up to FAR o
 FAR = 10
 WIDTH = 10  # children of a node where the caller does not say
 NODES = (8, 16, 32, 60)  # numbers of tree nodes that "auto" chooses from
+MANY_NODES = (8, 16, 32, 64, 128, 256)  # the same, of trees that are drafted in one pass
+FIRST_NODES = 32  # those that "auto" begins with
 
 
 @dataclass(frozen=True)
@@ -159,19 +161,27 @@ class Drafting:
         return replace(resolved, sizes=resolved._sizes(trained, config.family.one_pass))
 
     def _sizes(self, trained: int, one_pass: bool) -> tuple[DraftSize, ...]:
-        """The candidate draft sizes, the initial size first: with a tree of any number of nodes the middle of NODES,
-        else the size of the trained depth."""
+        """The candidate draft sizes, the initial size first: with a tree of any number of nodes FIRST_NODES, else the
+        size of the trained depth. In one pass, a deeper tree of as many nodes takes no longer, and is accepted further:
+        all trees have the trained depth."""
         if self.shape is not None:
             return (DraftSize(len(self.shape.levels()) - 1, len(self.shape.parents)),)
+        many: tuple[int, ...] = MANY_NODES if one_pass else NODES
+        depths: list[Any]
         most = trained if one_pass else max(2 * trained, FAR)
-        depths = sorted({trained, *(d for d in DEPTHS if d <= most)}) if self.depth == AUTO else [self.depth]
+        if self.depth != AUTO:
+            depths = [self.depth]
+        elif one_pass and self.tree:
+            depths = [trained]
+        else:
+            depths = sorted({trained, *(d for d in DEPTHS if d <= most and (d <= FAR or d + 1 != trained))})
         if self.tree and self.nodes == AUTO:
-            if self.depth == AUTO:  # depth and nodes grow together
-                depths = [math.ceil(trained * i / len(NODES)) for i in range(1, len(NODES) + 1)]
+            if self.depth == AUTO and not one_pass:  # depth and nodes grow together
+                depths = [math.ceil(trained * i / len(many)) for i in range(1, len(many) + 1)]
             else:
-                depths = [self.depth] * len(NODES)
-            sizes = [DraftSize(d, n) for d, n in zip(depths, NODES, strict=True)]
-            first = sizes[len(NODES) // 2]
+                depths = depths * len(many)
+            sizes = [DraftSize(d, n) for d, n in zip(depths, many, strict=True)]
+            first = next(s for s in sizes if s.nodes == FIRST_NODES)
         else:
             sizes = [DraftSize(d, self.nodes if self.tree else d + 1) for d in depths]
             first = next((s for s in sizes if s.depth >= trained), sizes[-1])
@@ -208,7 +218,8 @@ class Drafting:
 
     def chooser(self) -> SizeChooser | None:
         """The chooser among the sizes while decoding, of resolved drafting; None unless depth or nodes are "auto"."""
-        return SizeChooser(self.sizes) if self.automatic else None
+        nested = self.tree and self.width is None  # see `LikeliestTree`; a fixed shape has one size
+        return SizeChooser(self.sizes, nested) if self.automatic else None
 
     def _shape(self, draft: Draft, size: DraftSize) -> Shape:
         if not self.tree:

@@ -253,8 +253,8 @@ class Rounds:
 
     @torch.inference_mode()
     def verify_trees(self, tree: Tree, processing: Sequence[Processing | None] = ()) -> Tensor:
-        """Verifies trees and commits the accepted nodes. Returns the results, int64 [B, R + 2]: R tokens to commit, the
-        number of valid ones, and the number of drafted ones."""
+        """Verifies trees and commits the accepted nodes. Returns the results, int64 [B, 2 R + 2]: R tokens to commit,
+        their R nodes of the tree, the root first, the number of valid ones, and the number of drafted ones."""
         with current_device(self.state.token_BR.device):
             return self._verify(tree, processing)
 
@@ -272,7 +272,8 @@ class Rounds:
             aux_BNAD = draft.select_states(features).unflatten(0, tree.token_BN.shape)
         self.state = state.after(verdict, aux_BNAD, chains=tree.parent_BN is None)
         drafted_B = torch.full_like(verdict.count_B, tree.levels) if tree.count_B is None else tree.count_B - 1
-        return torch.cat([verdict.token_BR, verdict.count_B[:, None], drafted_B[:, None]], dim=1)
+        numbers = verdict.count_B[:, None], drafted_B[:, None]
+        return torch.cat([verdict.token_BR, verdict.path_BR, *numbers], dim=1)
 
 
 def can_capture(target: DecodingTarget, drafter: Proposer | NoDrafter) -> bool:

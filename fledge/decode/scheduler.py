@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fledge.decode.batch import Batch
+from fledge.decode.draft_size import fitting
 from fledge.decode.request import Completion, Request
 from fledge.decode.rounds import graph_size
 from fledge.decode.text import TextStream
@@ -202,7 +203,7 @@ def prepare(
         for longest, used in sorted(rooms, key=lambda room: room[1].slots(room[0]), reverse=True):
             used.make_room(batch, longest)
         sizes = sorted({graph_size(n) for n in range(1, batch + 1)})
-        total = len(sizes) * sum(len(used.proposer.shapes) for _, used in able)
+        total = sum(len(fitting(used.proposer.shapes, n)) for n in sizes for _, used in able)
         with count("capturing rounds", total) as advance:
             rounds = sum(used.prepare(_request(engine, sampling), sizes, advance) for engine, used in able)
         return Prepared(rounds, time.perf_counter() - began, _reserved_bytes(taken) - before)

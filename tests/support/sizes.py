@@ -26,6 +26,10 @@ class RandomSizes:
     def rests(self, requests: int) -> bool:
         return self.draw.random() < self.rest
 
-    def add(self, size: DraftSize, accepted: Sequence[int], seconds: tuple[float, float]) -> None:
+    def add(
+        self, size: DraftSize, accepted: Sequence[int], seconds: tuple[float, float], paths: Sequence[Sequence[int]]
+    ) -> None:
+        assert [*map(len, paths)] == accepted
+        assert all(0 < node < size.nodes for path in paths for node in path)
         assert max(accepted) <= size.depth and len(seconds) == 2 and (size.depth > 0 or seconds[0] == 0)
         self.added.append(size)
