@@ -9,10 +9,10 @@ Each time is of one of 32 calls in a CUDA graph, which read 32 different pools o
 which this GPU copies as many (read and written) bytes of a large tensor. B is the number of sequences, S that of new
 rows of each, and M = B S. The new rows are a chain ("attention") or a random tree ("tree"), whose mask is packed once a
 pass ("mask"). "level" and "best" are the growth of dynamic trees that are LIKELIEST wide and LEVELS deep, "ranked" and
-"prefixes" that of trees of one pass, of the S - 1 likeliest tokens of LEVELS levels, "fresh" the
-rows of the draft's first pass, "place" and "accept" where S nodes of trees go and which are accepted. On a CPU, the
-definitions run, without a graph. "expert" is the mixture of a --shape that has one; its calls read the weights of
-CALLS / 4 layers.
+"prefixes" that of trees of one pass, of the S - 1 likeliest tokens of LEVELS levels or, for BLOCK_TREES, of BLOCK
+levels, "fresh" the rows of the draft's first pass, "place" and "accept" where S nodes of trees go and which are
+accepted. On a CPU, the definitions run, without a graph. "expert" is the mixture of a --shape that has one;
+its calls read the weights of CALLS / 4 layers.
 
 `--sweep attention` times chains and trees with many tiles (`fledge/ops/attention_tree_triton.py`), which processes
 compile to Triton's cache first. It prints the best of each case beside those that the code chooses, and records all.
@@ -58,6 +58,7 @@ from fledge.types import Sampling, Tree
 CALLS = 32
 MOST_SHARED = 227 * 1024  # bytes of shared memory of a block on an H200
 CHAINS, TREES = ((1, 1), (1, 8), (8, 8)), ((1, 60), (8, 60))  # (B, S)
+BLOCK_TREES, BLOCK = ((1, 64), (1, 256), (16, 32)), 15  # (B, S) of trees of block drafts, and their levels
 ROWS = 1, 8, 60
 LIKELIEST, LEVELS, EPS = 10, 8, 1e-5
 
@@ -89,6 +90,7 @@ def main() -> None:
     cases += [(make, 1, M, None) for make in rows for M in ROWS]
     of_trees = level_calls, best_calls, ranked_calls, prefixes_calls, place_calls, accept_calls
     cases += [(make, B, S, None) for make in of_trees for B, S in TREES]
+    cases += [(make, B, S, None) for make in (ranked_calls, prefixes_calls) for B, S in BLOCK_TREES]
     cases += [(fresh_calls, B, LEVELS, None) for B in (1, 8)]
     cases += [(expert_calls, 1, M, None) for M in ROWS if options.shape in MIXTURES]
     shape = SHAPES[options.shape] | MIXTURES.get(options.shape, {})
@@ -354,19 +356,21 @@ def best_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable
 
 
 def ranked_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
-    """The S - 1 likeliest tokens of each of LEVELS levels, as a tree of one pass takes."""
-    M, W = B * LEVELS, shape["draft_vocab_size"]
+    """The S - 1 likeliest tokens of each level, as a tree of one pass takes; of a block, over the whole vocabulary."""
+    block = (B, S) in BLOCK_TREES
+    M, W = B * (BLOCK if block else LEVELS), shape["vocab_size" if block else "draft_vocab_size"]
     calls = [lambda x=torch.randn(M, W): likeliest(x, S - 1) for _ in range(CALLS)]
     return calls, M * (2 * W + 12 * (S - 1))
 
 
 def prefixes_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:
-    """The S - 1 likeliest prefixes of LEVELS levels make the tree."""
+    """The S - 1 likeliest prefixes of all levels make the tree."""
+    levels = BLOCK if (B, S) in BLOCK_TREES else LEVELS
     calls, root, ids = [], torch.zeros(B, dtype=torch.int64), torch.arange(shape["draft_vocab_size"])
     for _ in range(CALLS):
-        found = likeliest(4 * torch.randn(B, LEVELS, len(ids)), S - 1)
+        found = likeliest(4 * torch.randn(B, levels, len(ids)), min(S - 1, len(ids)))
         calls.append(lambda found=found: likeliest_prefixes(*found, S, root, ids))
-    return calls, B * (12 * LEVELS * (S - 1) + 8 * 3 * S)
+    return calls, B * (12 * levels * (S - 1) + 8 * 3 * S)
 
 
 def place_calls(shape: dict, B: int, S: int, length: None) -> tuple[list[Callable[[], object]], int]:

@@ -74,6 +74,7 @@ STAGES = {
     "block_step": Stage("bench/block_step.py --out {out}", 200),
     "features": Stage("bench/features.py --device cuda --out {out}", 80),
     "kernels": Stage("bench/decode_kernels.py --out {out}", 60),
+    "kernels_dflash": Stage("bench/decode_kernels.py --shape qwen3-8b --lengths 512 --out {out}", 60),
     "attention": Stage("bench/decode_kernels.py --sweep attention --lengths 16384 --out {out}", 90),
     "experts": Stage("bench/decode_kernels.py --shape 30b-a3b --out {out}", 60),
     "rounds": Stage("bench/decode.py --out {out}", 120),
