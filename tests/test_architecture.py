@@ -26,13 +26,13 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # commit gives the reason. Blank lines are not counted. The lines behind an entry are those of all modules that the
 # entry imports, also inside functions.
 BUDGETS = {
-    "files": 181,
-    "lines": 30_533,
-    "statements": 23_128,
-    "lines behind fledge train": 23_304,
-    "lines behind fledge generate": 13_274,
-    "lines behind the training loop": 5_802,
-    "lines behind the engine": 9_638,
+    "files": 182,
+    "lines": 30_947,
+    "statements": 23_437,
+    "lines behind fledge train": 23_710,
+    "lines behind fledge generate": 13_556,
+    "lines behind the training loop": 6_194,
+    "lines behind the engine": 9_886,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,
