@@ -130,6 +130,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "both ways": {},
     "causal, windows": dict(block_causal=True, windows=(6, None)),
     "biases": dict(attention_bias=True),
+    "DFlash 2": dict(block_conv=True, candidate_selector=True),
 }
 K = 5
 
@@ -140,7 +141,9 @@ def pair(**config: Any) -> tuple[TransformersTarget, Draft]:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("kind", "slots"), [("both ways", None), ("causal, windows", 7), ("biases", None)])
+@pytest.mark.parametrize(
+    ("kind", "slots"), [("both ways", None), ("causal, windows", 7), ("biases", None), ("DFlash 2", 7)]
+)
 def test_a_training_step_is_that_of_plain_torch(
     impl: str, kind: str, slots: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,8 +167,9 @@ def test_a_training_step_is_that_of_plain_torch(
         assert distance(g.cpu(), expected[name]) < 1e-3, name
 
 
-def test_a_row_without_anchors() -> None:
-    target, draft = pair()
+@pytest.mark.parametrize("kind", ["both ways", "DFlash 2"])
+def test_a_row_without_anchors(kind: str) -> None:
+    target, draft = pair(**KINDS[kind])
     row = row_of([document(9), document(1, (0, 1))], filler=3)
     features = features_for(draft, target, row)
     target.model.to(DEVICE), draft.to(DEVICE)
