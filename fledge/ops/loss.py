@@ -44,7 +44,7 @@ CHUNK_LOGITS = {"triton": 3 << 27, "eager": 3 << 25}
 CPU_CACHED_LOGITS = 1 << 19
 SLOTS_PER_GROUP = 2048  # minimum number of slots per GEMM of the head's gradient
 MIN_ALPHA = 1e-6  # lower bound of α in -log α
-DPACE_SMOOTHING = 0.5  # of D-PACE's confidences, as in the paper's experiments (section 4)
+DPACE_SMOOTHING = 0.5  # of D-PACE's confidences
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ class _TeacherTile:
 def dpace_weights(
     confidences: Sequence[Tensor], blocks: Sequence[Tensor], smoothing: float = DPACE_SMOOTHING
 ) -> list[Tensor]:
-    """D-PACE's weight of each slot of each step, [S_k] (Wu et al. 2026, arXiv:2605.18810, equations 7 and 8).
+    """D-PACE's weight of each slot of each step, [S_k] (Wu et al. 2026, arXiv:2605.18810).
 
     `confidences` are q, the probabilities that the slots' tokens are accepted, [S_k]. `blocks` are the numbers of the
     slots' blocks, int64 [S_k], ascending. Each of N = S_0 blocks has a slot at every step up to its last.
