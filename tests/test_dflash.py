@@ -859,6 +859,8 @@ def test_hits_in_training_are_what_decoding_accepts(kind: str, monkeypatch: pyte
 def test_captured_rounds_are_the_same_on_a_gpu(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests join and leave, and the caches grow: graphs and single launches give the target's own tokens, greedy and
     sampled, up to near ties. Rounds commit 1.5 tokens and more."""
+    if "selector" in kind and way.partition(" ")[0] in ("tree", "shape"):
+        pytest.skip("a selector drafts chains")
     made, draft, asked = taught(kind)
     target = target_of(copy.deepcopy(made.model).to("cuda", torch.float32), made.tokenizer, implementation="native")
     draft = copy.deepcopy(draft).to("cuda", torch.float32)

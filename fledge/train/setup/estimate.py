@@ -20,7 +20,7 @@ from fledge.train.row_pass import Implementation
 from fledge.train.setup.run import GRADIENT_SUM_BYTES, UPDATE_BYTES, USABLE_FRACTION
 
 EAGER_SCORES = 8  # bytes per attention score that plain torch keeps
-EAGER_BLOCK_SCORES = 5  # float32 copies of the attention scores of some blocks that plain torch makes
+EAGER_BLOCK_SCORES = 3  # float32 copies of the attention scores of some blocks that plain torch makes
 EAGER_LOGITS = 6  # float32 copies of a tile's logits that the plain loss makes
 
 
@@ -165,7 +165,6 @@ def _chain_bytes(work: Work, impl: Implementation, device: str, n: int, slots: i
     heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     # elements that a layer saves of a slot, and what the first pass saves of each token
     layer = 4 * E + 2 * heads + 2 * kv + inner * (2 if impl.layers == "triton" else 4)
-    layer += 20 * E * config.block_conv  # of the four convolutions: the input, two factors, and their products
     kept = layer - 2 * inner if impl.recompute else layer
     normed = config.num_aux_hidden_states * config.target_hidden_size * (config.fc_norm or config.norm_before_fc)
     first_pass = work.tokens * width * (normed + 6 * E + 6 * kv + (layers - 1) * (kept + 4 * kv))
@@ -190,6 +189,7 @@ def _block_bytes(work: Work, impl: Implementation, device: str, n: int, slots: i
     # elements that a layer saves of a row: queries before and after the rotation, and what attention found for them
     mlp = inner * (2 if impl.layers == "triton" else 4)
     layer = 4 * E + 3 * heads + 3 * kv + (0 if impl.recompute else mlp)
+    layer += 20 * E * config.block_conv  # of the four convolutions: the input, two factors, and their products
     activations = width * (rows * layers * layer + 2 * E * (n * K + slots))
     backward = width * rows * (3 * inner + 2 * E)
     keys = work.document
