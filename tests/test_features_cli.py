@@ -92,6 +92,23 @@ def test_one_cache_for_every_method(method: str, fledge: Fledge, made: Path, tmp
     assert len(losses(tmp_path / "run")) == 5
 
 
+def test_a_block_draft_says_that_it_reads_the_layers_of_the_features(
+    fledge: Fledge, made: Path, tmp_path: Path
+) -> None:
+    """EAGLE-3's layers are read with a message; with DFlash's own, training is that with the target, without one."""
+    words = [*(w for w in TRAIN if w not in ("--draft-vocab", 200)), "--method", "dflash", "--layers", 2]
+    for name, layers in (("eagle", []), ("own", ["--aux-layers", "2,6"])):
+        assert fledge(*write_words(made, tmp_path / name, *layers)).code == 0
+        ran = fledge("train", "--features", tmp_path / name, "--out", tmp_path / f"run-{name}", *words)
+        assert ran.code == 0, ran.err
+        said = "layers 2,4,5, which the features hold; DFlash reads 2,6 by default" in ran.err.replace("\n", " ")
+        assert said == (name == "eagle"), ran.err
+    live = "--target", made / "target", "--data", made / "chats.jsonl", "--out", tmp_path / "live", *WRITE, *words
+    assert fledge("train", *live).code == 0
+    assert losses(tmp_path / "run-own") == pytest.approx(losses(tmp_path / "live"), rel=1e-4)
+    assert losses(tmp_path / "run-eagle") != pytest.approx(losses(tmp_path / "live"), rel=1e-4)
+
+
 @pytest.mark.parametrize("precision", ["fp8", "bfloat16"])
 def test_features_for_eagle1_alone(precision: str, fledge: Fledge, made: Path, tmp_path: Path) -> None:
     words = "--aux-layers", "none", "--all-final-states", "--precision", precision

@@ -76,7 +76,8 @@ def plan_target(recipe: Recipe) -> PreparedTarget:
     device = "cpu" if recipe.options.device == "cpu" else "meta"
     target = load_target(recipe.options.target, **_loading(recipe.options, recipe.data, device), weights=False)
     check_length(recipe.data, target)
-    return _prepared(recipe, target, _layers(recipe, target), not reads_features_only(recipe), None)
+    layers = _layers(recipe, target, lambda line: None)
+    return _prepared(recipe, target, layers, not reads_features_only(recipe), None)
 
 
 def reads_features_only(recipe: Recipe) -> bool:
@@ -95,7 +96,7 @@ def prepare_target(recipe: Recipe, mesh: DeviceMesh | None, say: Say) -> Prepare
     if cache := recipe.features:
         _check_origin(cache, target)  # first: another target may have other layers
     decodes = _decodes(recipe, target, say)
-    layers = _layers(recipe, target)
+    layers = _layers(recipe, target, say)
     if cache:
         source = _stored_features(cache, target, layers)
     elif recipe.served:
@@ -139,7 +140,7 @@ def prepare_shared_target(recipe: Recipe, ranks: Ranks, shards: bool, say: Say) 
     target = target_of_parts(
         recipe.options.target, parts, max_length=recipe.data.longest, trust_remote_code=recipe.options.trust_remote_code
     )
-    layers = _layers(recipe, target)
+    layers = _layers(recipe, target, say)
     return _prepared(recipe, target, layers, decodes, ReceivedFeatures(target, len(layers), ranks))
 
 
@@ -325,19 +326,24 @@ def retain_freed_memory() -> bool:
     return all([libc.mallopt(option, value) for option, value in options.items()])
 
 
-def _layers(recipe: Recipe, target: TransformersTarget) -> tuple[int, ...]:
-    """The target layers that the draft reads. Raises ValueError for layers that the target does not have, and for an
-    existing draft that does not fit the target."""
+def _layers(recipe: Recipe, target: TransformersTarget, say: Say) -> tuple[int, ...]:
+    """The target layers that the draft reads. Says it if these are the features' and not the method's own. Raises
+    ValueError for layers that the target does not have, and for an existing draft that does not fit the target."""
     if draft := recipe.draft:
         if problem := mismatch(draft, target):
             raise ValueError(f"--init-from {recipe.options.init_from} does not fit {target.name}: {problem}")
         return layers_of(draft, target)
     if not recipe.method.reads_layers:
         return ()
-    asked = layer_ids(recipe.options.aux_layers) or (recipe.features and recipe.features.layout.layers) or None
-    if asked is None and recipe.method.taps:
-        asked = recipe.method.taps(target.num_layers, recipe.layers)
-    return resolve_layers(asked, target)
+    asked = layer_ids(recipe.options.aux_layers)
+    own = recipe.method.taps(target.num_layers, recipe.layers) if recipe.method.taps else None
+    if not asked and recipe.features and (asked := recipe.features.layout.layers) and own not in (None, asked):
+        default, stored = (",".join(map(str, ids)) for ids in (own or (), asked))
+        say(
+            f"the draft reads the target's layers {stored}, which the features hold; {recipe.method.title} reads "
+            f"{default} by default, with features that were written with --aux-layers {default}"
+        )
+    return resolve_layers(asked or own, target)
 
 
 def _decoding_option(recipe: Recipe) -> str | None:
