@@ -14,7 +14,7 @@ prompt at a time (`--timed` of them), and 16 together. `tau`, `alpha` and `round
 `round_ms` and `draft_ms` the time of a round alone and its share of drafting, `tokens_per_s` the speed of one prompt
 at a time, without reading it, and `tokens_per_s_16` that of 16 together, with reading them. Engines are prepared
 before, so that rounds are captured on a GPU. The mode "none" decodes without a draft. Rows of a record of the same
-machine and commit are kept, and not measured again.
+machine, commit and options are kept, and not measured again.
 """
 
 import argparse
@@ -69,9 +69,10 @@ def main() -> None:
     split(options)
     target = load(options.target, device=options.device).target
     machine = environment(target.device.type, str(target.dtype).removeprefix("torch."))
-    record: dict[str, Any] = {"environment": machine, "training": [], "rows": []}
+    fixed = {name: getattr(options, name) for name in ("layers", "draft_vocab", "nodes", "prompts", "timed", "new")}
+    record: dict[str, Any] = {"environment": machine, "options": fixed, "training": [], "rows": []}
     if options.out.is_file() and (found := json.loads(options.out.read_text()))["environment"] == machine:
-        record = found
+        record = found if found["options"] == fixed else record
     if not any(row["mode"] == "none" for row in record["rows"]):
         record["rows"] += decoded(options, target, None)
     data = "own" if options.own else "corpus"

@@ -270,7 +270,7 @@ class DraftConfig:
         same_shape = self.hidden_size == self.target_hidden_size and self.draft_vocab_size == self.vocab_size
         if family.borrows_head and not same_shape:
             raise ValueError(
-                f"an {family.title} draft uses its target's head, so it must have the target's hidden size and its "
+                f"a draft of {family.title} uses its target's head, so it must have the target's hidden size and its "
                 "whole vocabulary"
             )
         if on := [name for name in NORMS if name not in family.options and getattr(self, name)]:

@@ -27,12 +27,12 @@ REACH: dict[str, Any] = runpy.run_path(str(FLEDGE.parent / "tools" / "reach.py")
 # entry imports, also inside functions.
 BUDGETS = {
     "files": 182,
-    "lines": 30_947,
-    "statements": 23_437,
-    "lines behind fledge train": 23_710,
-    "lines behind fledge generate": 13_556,
-    "lines behind the training loop": 6_194,
-    "lines behind the engine": 9_886,
+    "lines": 30_956,
+    "statements": 23_447,
+    "lines behind fledge train": 23_719,
+    "lines behind fledge generate": 13_560,
+    "lines behind the training loop": 6_193,
+    "lines behind the engine": 9_890,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

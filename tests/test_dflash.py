@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from fledge import load
 from fledge.config import DraftConfig, Provenance
 from fledge.decode import batch as batches
+from fledge.decode.drafting import Drafting
 from fledge.decode.propose import BlockProposer, Front, Proposer
 from fledge.decode.sampling import BatchSampling
 from fledge.drafts import kv_cache
@@ -368,6 +369,16 @@ def test_trees_of_a_selector_are_refused() -> None:
         with pytest.raises(ValueError, match=r"its candidate selector.*leave the tree out to draft a chain"):
             load(target, draft, **WAYS[way])
 
+    class Selecting(DFlashDraft):  # of elsewhere, whose config does not say it
+        def selector(self) -> Any:
+            return object()
+
+    plain = taught("both ways")[1]
+    changed = copy.copy(plain)
+    changed.__class__ = Selecting
+    with pytest.raises(ValueError, match="its candidate selector"):
+        Drafting(mode="tree", nodes=8).for_draft(plain.config).proposer(changed)
+
 
 def test_files_of_drafts_with_convolutions_are_dflash_2s(tmp_path: Path) -> None:
     """vLLM and SGLang load convolutions only together with a selector. One of zeros changes no token."""
@@ -565,7 +576,7 @@ def test_default_layers_and_other_places_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "block", "drop", "reason"),
     [
-        ({}, dict(mask_token_id=None), "", "without dflash_config.mask_token_id"),
+        ({}, dict(mask_token_id=None), "", "without mask_token_id"),
         ({}, dict(target_layer_ids=None), "num_target_layers", "without dflash_config.target_layer_ids"),
         ({}, dict(target_layer_ids=[3, 1, 6]), "", r"target_layer_ids \[3, 1, 6\] do not ascend"),
         ({}, dict(causal=True, causal_head=False), "", "contradict each other"),
@@ -648,6 +659,13 @@ def test_drafts_of_speculators_are_read(
     assert again.config.with_provenance(vocabulary_sha256=None) == config and not needs_export(again, "vllm")
 
 
+def test_fewer_proposed_tokens_in_speculators_format_leave_the_block_as_it_is(tmp_path: Path) -> None:
+    """A row of a block that sees both ways would differ in a shorter block."""
+    few = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]}
+    directory = of_speculators(tmp_path / "d", top=dict(speculators_config=few), layer={})
+    assert open_draft(directory).config.provenance.depth == 7
+
+
 @pytest.mark.parametrize(
     ("top", "layer", "reason"),
     [
@@ -658,7 +676,7 @@ def test_drafts_of_speculators_are_read(
         (dict(aux_hidden_state_layer_ids=None), {}, "without aux_hidden_state_layer_ids"),
         (dict(aux_hidden_state_layer_ids=[2, 4, "x"]), {}, "aux_hidden_state_layer_ids"),
         (dict(draft_vocab_size=60), {}, "uses its target's head"),
-        (dict(mask_token_id=None), {}, "without dflash_config.mask_token_id"),
+        (dict(mask_token_id=None), {}, "without mask_token_id"),
     ],
 )
 def test_blocks_of_speculators_that_fledge_lacks_are_refused(

@@ -14,6 +14,7 @@ from fledge.decode.load import load
 from fledge.drafts.draft import Draft
 from fledge.drafts.draft_decoder import BlockDecoder, DFlashDecoder, DraftDecoder, block_decoder
 from fledge.drafts.kv_cache import KVCache, PromptRows, SlotPool, TreeRows
+from fledge.drafts.layers import Layer
 from fledge.drafts.weights import load_draft, save_draft
 from fledge.ops.attention_tree import Visible, VisibleChain
 from fledge.ops.linear import can_pack
@@ -175,6 +176,15 @@ def test_a_network_with_a_block_of_its_own_is_computed_by_its_own_functions() ->
     draft = tiny_draft(exact_target(), **DFLASH)
     assert type(block_decoder(draft)) is DFlashDecoder
     draft.__class__ = Doubled
+    assert type(block_decoder(draft)) is BlockDecoder
+
+    class Halved(Layer):
+        def forward(self, *given: Any) -> Any:
+            state, *rest = super().forward(*given)
+            return state / 2, *rest
+
+    draft = tiny_draft(exact_target(), **DFLASH)
+    draft.layers[0].__class__ = Halved
     assert type(block_decoder(draft)) is BlockDecoder
 
 

@@ -154,7 +154,8 @@ def test_a_tree_says_what_its_start_is_accepted_for() -> None:
 def test_large_trees_are_for_few_requests() -> None:
     sizes = [DraftSize(15, n) for n in MANY_NODES]
     assert fitting(sizes, 1) == fitting(sizes, 4) == sizes and fitting(sizes, 1000) == sizes[:2]
-    assert fitting([DraftSize(3, 64), DraftSize(3, 60)], 1000) == [DraftSize(3, 60)]
+    fixed = [DraftSize(d, 60) for d in (5, 1, 7)]
+    assert fitting(fixed, 1000) == [DraftSize(5, 60), DraftSize(7, 60)], "the deepest, which take no more rows"
     assert [max(fitting(sizes, n)).nodes * n for n in (8, 16, 32, 64)] == [MOST_ROWS] * 4
     assert fitting(CHAINS, 128) == CHAINS, "chains are as deep as wanted"
     chooser = SizeChooser(sizes, nested=True)

@@ -30,7 +30,7 @@ REST, LONGEST_REST = 200, 6400  # rounds at rest before drafting is tried: at fi
 PRIOR, PRIOR_ROUNDS = 0.6, 4  # an acceptance to begin with, and the rounds that it counts for
 FALL = 0.95  # acceptance at a depth that was never drafted, relative to the depth above
 GROWTH = 0.2  # assumed: accepted tokens grow with this power of a tree's nodes
-MOST_ROWS = 1024  # rows of the verification of a batch of trees; with more, twice the rows take twice the time
+MOST_ROWS = 1024  # rows of the verification of a batch of trees: with as many, matrix products take time by the row
 CHANCE_ROUNDS = 100  # the fewest rounds by which a draft is judged
 AT_CHANCE = 0.08  # share of accepted first tokens; common tokens reach a few percent, a trained draft over 20 percent
 
@@ -73,11 +73,11 @@ class AcceptanceRates:
 
 
 def fitting(sizes: Iterable[DraftSize], requests: int) -> list[DraftSize]:
-    """Those of `sizes` that rounds of so many requests may have: chains, and trees that have no more nodes than a chain
-    or up to MOST_ROWS rows in all; the smallest size if none is so."""
-    sizes = list(sizes)
-    most = MOST_ROWS // graph_size(requests)
-    return [s for s in sizes if s.nodes <= max(most, s.depth + 1)] or [min(sizes)]
+    """Those of `sizes` that rounds of so many requests may have: chains, trees that have no more nodes than a chain or
+    up to MOST_ROWS rows in all, and in any case the two sizes with the fewest nodes, which tell what a row costs."""
+    most, sizes = MOST_ROWS // graph_size(requests), list(sizes)
+    smallest = sorted(sizes, key=lambda s: (s.nodes, -s.depth))[:2]
+    return [s for s in sizes if s.nodes <= max(most, s.depth + 1) or s in smallest]
 
 
 class NestedTrees:

@@ -27,6 +27,10 @@ WIDTH = 10  # children of a node where the caller does not say
 NODES = (8, 16, 32, 60)  # numbers of tree nodes that "auto" chooses from
 MANY_NODES = (8, 16, 32, 64, 128, 256)  # the same, of trees that are drafted in one pass
 FIRST_NODES = 32  # those that "auto" begins with
+NO_TREES = (
+    "this draft chooses each token given the token before it (its candidate selector), and a tree in one pass holds "
+    "tokens that do not depend on each other; leave the tree out to draft a chain"
+)
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,7 @@ class Drafting:
     def for_draft(self, config: DraftConfig) -> Drafting:
         """The same drafting with the mode, depth and sizes of a draft. Raises ValueError like `for_method`."""
         if self.tree and config.candidate_selector:
-            raise ValueError(
-                "this draft chooses each token given the token before it (its candidate selector), and a tree in one "
-                "pass holds tokens that do not depend on each other; leave the tree out to draft a chain"
-            )
+            raise ValueError(NO_TREES)
         trained = config.provenance.depth or DEPTH
         resolved = replace(self.for_method(config.family), depth=self.depth or trained)
         depth = resolved.depth if self.shape is None else len(self.shape.levels()) - 1
@@ -208,7 +209,9 @@ class Drafting:
         return tree if self.width is None else tree | {"width": self.width}
 
     def proposer(self, draft: Draft) -> Proposer:
-        """A new proposer, of resolved drafting (`for_draft`)."""
+        """A new proposer, of resolved drafting (`for_draft`). Raises ValueError for trees of drafts with a selector."""
+        if self.tree and isinstance(draft, BlockDraft) and draft.selector() is not None:
+            raise ValueError(NO_TREES)  # of a network from elsewhere, whose config does not say it
         shapes = {size: self._shape(draft, size) for size in self.sizes}
         if isinstance(draft, BlockDraft):
             return BlockProposer(draft, shapes)

@@ -21,6 +21,7 @@ from fledge.drafts.draft import Draft
 from fledge.drafts.eagle import EagleDraft
 from fledge.drafts.eagle1 import Eagle1Draft
 from fledge.drafts.kv_cache import CacheRows, KVCache, SlotPool, TreeRows, queries
+from fledge.drafts.layers import Layer
 from fledge.drafts.peagle import ParallelDraft
 from fledge.ops.compiled import MOST_ROWS
 from fledge.ops.layer import add_rms_norm, join_embedding, rms_norm
@@ -261,10 +262,10 @@ class DFlashDecoder(BlockDecoder):
 
 
 def block_decoder(draft: BlockDraft) -> BlockDecoder:
-    """The fastest decoder that computes what the draft does. The fused operations have no convolutions."""
+    """The fastest decoder that computes what the draft does. The fused operations are those of a plain `Layer`."""
     computed = ("context", "block", "block_rows", "window", "logits", "embed")
     same = all(getattr(type(draft), name) is getattr(DFlashDraft, name, None) for name in computed)
-    fused = isinstance(draft, DFlashDraft) and same and not draft.config.block_conv
+    fused = isinstance(draft, DFlashDraft) and same and all(type(layer) is Layer for layer in draft.layers)
     return DFlashDecoder(draft) if fused else BlockDecoder(draft)
 
 

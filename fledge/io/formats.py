@@ -149,7 +149,7 @@ def from_speculators(hf: dict[str, Any]) -> dict[str, Any]:
     verifier, own = how.nested("verifier", VERIFIER), top.get("fledge", {})
     if not own.get("target") and "name_or_path" in verifier:
         own = own | {"target": verifier.get("name_or_path")}
-    if "fledge" not in top and (methods := how.get("proposal_methods")):
+    if kind != "dflash" and "fledge" not in top and (methods := how.get("proposal_methods")):
         tokens = Fields(methods[0], PROPOSAL, "proposal_methods").get("speculative_tokens")
         own = own | ({"depth": tokens} if tokens else {})
     flat |= {"architectures": [ARCHITECTURES[kind]]} | ({"fledge": own} if own else {})
@@ -382,7 +382,7 @@ def config_from_hf(hf: dict[str, Any], *, refuse_deviations: bool = True) -> Dra
         raise ValueError("{}: {}; {}".format(*found[0]))
     if family.masks and mask is None:
         if family.layout == "dflash":
-            raise ValueError("a DFlash draft without dflash_config.mask_token_id; write the one of its training")
+            raise ValueError("a DFlash draft without mask_token_id (in dflash_config); write the one of its training")
         raise ValueError(
             "a P-EAGLE draft without mask_token_id; SpecForge writes it to peagle_config.json, copy it from there"
         )

@@ -266,12 +266,14 @@ def block_attention_triton(
     q_NQHd: Tensor, k_NQGd: Tensor, v_NQGd: Tensor, context_k_PGd: Tensor, context_v_PGd: Tensor, start_N: Tensor,
     end_N: Tensor, *, causal: bool, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`block_attention` on a GPU or in Triton's interpreter: [N, Q, H, d] in the dtype of `q_NQHd`, which is not
-    float64. `start_N` and `end_N` are on the CPU.
+    """`block_attention` on a GPU or in Triton's interpreter: [N, Q, H, d] in the dtype of `q_NQHd`.
+    `start_N` and `end_N` are on the CPU.
 
-    The kernels are compiled for each head shape and Q, but not for each N and P. Raises ValueError if the key heads of
-    one token, G d elements, are not a multiple of 16 bytes (required for descriptors).
+    The kernels are compiled for each head shape and Q, but not for each N and P. Raises ValueError for float64, and if
+    the key heads of one token, G d elements, are not a multiple of 16 bytes (required for descriptors).
     """
+    if q_NQHd.dtype == torch.float64:
+        raise ValueError("attention 'triton' computes in float32; use 'eager' for float64")
     Q, (P, G, d) = q_NQHd.shape[1], context_k_PGd.shape
     if G * d * q_NQHd.itemsize % 16:
         raise ValueError(

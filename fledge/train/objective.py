@@ -126,7 +126,8 @@ def _train_chunk(
     )  # fmt: skip
     by_slot = None
     if objective.dpace and dhead_inputs:
-        assert not draft.head.requires_grad, "D-PACE weights the gradient of the head's input alone"
+        if draft.head.requires_grad:
+            raise ValueError("--dpace needs a draft with the target's head, and this one trains its own; use --gamma")
         by_slot = weigh_by_confidence(dhead_inputs, chunk.slots, scores, hard=objective.loss == "hard")
     if selection is not None:
         loss = loss + selection.loss

@@ -17,12 +17,8 @@ MOMENTUM = 0.95  # of Muon
 MUON_SCALE = 0.2  # the root mean square of AdamW's updates, about, which lets Muon use the same learning rates
 # Newton-Schulz iterations and their coefficients (Jordan 2024), which bring singular values near 1 in few iterations
 ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-VOCABULARY = (
-    "lm_head",
-    "embed_tokens",
-    "candidate_selector.predecessor_codebook",
-    "candidate_selector.successor_codebook",
-)  # matrices with a row for each token, which Muon leaves to AdamW
+# the ends of names of matrices with a row for each token, which Muon leaves to AdamW
+VOCABULARY = ("lm_head", "embed_tokens", "predecessor_codebook", "successor_codebook")
 
 
 class MasterOptimizer:
@@ -147,7 +143,7 @@ def state_bytes(draft: nn.Module, kind: str) -> int:
 
 def _by_muon(name: str, x: Tensor, kind: str) -> bool:
     """Whether Muon updates a parameter; else AdamW does."""
-    return kind == "muon" and _is_matrix(x) and not name.startswith(VOCABULARY)
+    return kind == "muon" and _is_matrix(x) and not name.removesuffix(".weight").endswith(VOCABULARY)
 
 
 def _is_matrix(x: Tensor) -> bool:
