@@ -60,9 +60,11 @@ TARGETS = {
     "eagle3": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
     "peagle": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
     "dflash": (lambda: transformers.Qwen3Config(**SIZES), QWEN3),
+    "dflash2": (lambda: transformers.Qwen3Config(**SIZES), QWEN3),
     "jetspec": (lambda: transformers.LlamaConfig(**SIZES), LLAMA3),
 }
-METHODS = {"peagle": "peagle", "dflash": "dflash", "jetspec": "dflash"}  # of recipes; those of the others are eagle3
+# of recipes; those of the others are eagle3
+METHODS = {"peagle": "peagle", "dflash": "dflash", "dflash2": "dflash", "jetspec": "dflash"}
 LLAMA3_ROPE = dict(
     rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=8192,
@@ -182,6 +184,9 @@ def test_recipes_of_block_drafts_are_those_of_the_papers() -> None:
     assert dflash.objective.discounts()[7] == pytest.approx(math.exp(-1))
     assert (jetspec.objective.loss, jetspec.options.lr, jetspec.switches) == ("kl", 3e-4, ("block_causal",))
     assert jetspec.objective.discounts() == [1.0] * 15
+    second = resolve(complete("dflash2", target="my/model", data=["chats.jsonl"]), imagined=True)
+    assert (second.depth, second.switches) == (7, ("block_conv", "candidate_selector"))
+    assert (second.options.sliding_window, second.options.lr) == (2048, 6e-4)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -287,9 +287,9 @@ class TrainOptions(
 
     panel: ClassVar[str] = "Run"
     config: str | None = opt(
-        "NAME|FILE: take options from a recipe that comes with fledge (eagle3, peagle, dflash, jetspec, llama-3.1-8b, "
-        "qwen3-8b, gpt-oss-20b, gemma-3 or laptop) or from a YAML file, e.g. the recipe.yaml of a run; flags override "
-        "it, and negated flags such as --no-qk-norm turn off its switches", None
+        "NAME|FILE: take options from a recipe that comes with fledge (eagle3, peagle, dflash, dflash2, jetspec, "
+        "llama-3.1-8b, qwen3-8b, gpt-oss-20b, gemma-3 or laptop) or from a YAML file, e.g. the recipe.yaml of a run; "
+        "flags override it, and negated flags such as --no-qk-norm turn off its switches", None
     )  # fmt: skip
     features: str | None = opt(
         "train from the hidden states in this directory, which `fledge features` has written; it has the documents and "
