@@ -30,9 +30,9 @@ BUDGETS = {
     "lines": 30_956,
     "statements": 23_447,
     "lines behind fledge train": 23_719,
-    "lines behind fledge generate": 13_560,
-    "lines behind the training loop": 6_193,
-    "lines behind the engine": 9_890,
+    "lines behind fledge generate": 13_561,
+    "lines behind the training loop": 6_192,
+    "lines behind the engine": 9_891,
     "options of fledge train": 52,  # those of single methods not counted
     "circles of imports": 0,
     "class names that occur twice": 0,

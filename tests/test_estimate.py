@@ -18,10 +18,14 @@ from fledge.io.formats import config_from_hf
 from fledge.targets.distributed import TargetBytes, target_bytes
 from fledge.targets.transformers import TransformersTarget
 from fledge.train.checkpoint import RunDirectory
-from fledge.train.row_pass import Implementation
+from fledge.train.objective import RowSums, ttt
+from fledge.train.plan import DrawAnchors
+from fledge.train.row_pass import Implementation, Objective
 from fledge.train.setup.estimate import Machine, Work, memory_parts, step_bytes
-from fledge.train.setup.run import UPDATE_BYTES, disk_space
+from fledge.train.setup.run import SMALL_CHUNK, UPDATE_BYTES, disk_space
+from fledge.types import Features
 from support.chats import tiny_chats
+from support.rows import document, row_of
 from support.targets import tiny_target, tiny_target_directory
 
 RESULTS = Path(__file__).parents[1] / "bench/results"
@@ -79,6 +83,49 @@ def test_a_step_takes_what_was_measured(record: str) -> None:
         measured = max(row["gib"], UPDATE_BYTES * work.trained / 2**30)
         estimate = step_bytes(work, implementation(row["ways"]), "cuda") / 2**30
         assert estimate == pytest.approx(measured, rel=0.15), row
+
+
+BLOCKS = dict(
+    method="dflash", hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=128, vocab_size=65_536, draft_vocab_size=65_536, target_hidden_size=2048, num_hidden_layers=4,
+    num_aux_hidden_states=3, aux_layers=(2, 5, 9), mask_token_id=9,
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["triton", "flex", "eager"])
+@pytest.mark.parametrize(("tokens", "anchors", "slots"), [(2048, 512, 512), (2048, 512, 100), (8192, 512, 256)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_of_blocks_takes_what_the_formula_says(
+    impl: str, tokens: int, anchors: int, slots: int, recompute: bool
+) -> None:
+    """The peak of a step of a DFlash draft, above its weights and the hidden states of the row."""
+    if recompute and impl == "eager":
+        pytest.skip("plain torch does not recompute")
+    torch.manual_seed(0)
+    fast = "eager" if impl == "eager" else "triton"
+    ways = Implementation(impl, fast, fast, slots, recompute, chunk=SMALL_CHUNK if recompute else None)
+    with torch.device("cuda"):
+        draft = new_draft(DraftConfig(**BLOCKS)).to(torch.bfloat16)
+        embedding, head = (torch.randn(65_536, 2048, dtype=torch.bfloat16) * 0.02 for _ in range(2))
+        states = [torch.randn(shape, dtype=torch.bfloat16) for shape in ((tokens, 3, 2048), (tokens, 2048))]
+    for p in draft.parameters():
+        torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+    draft.share_target_weights(embedding, head)
+    row, objective = row_of([document(tokens, (0, tokens))]), Objective(depth=15, drop=DrawAnchors(anchors))
+
+    def step() -> RowSums:
+        draft.zero_grad(set_to_none=True)
+        return ttt(draft, row, Features(*states), lambda x: x @ head.T, objective, ways)
+
+    step()  # compiles kernels and allocates what stays
+    draft.zero_grad(set_to_none=True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    trained = tuple(step().live_K.tolist())
+    work = Work(TargetBytes(0, 0, 0), draft, tokens, trained, tokens)
+    measured = max(torch.cuda.max_memory_allocated() - before, UPDATE_BYTES * work.trained)
+    assert step_bytes(work, ways, "cuda") == pytest.approx(measured, rel=0.15)
 
 
 def test_fewer_blocks_take_less_memory() -> None:

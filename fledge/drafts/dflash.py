@@ -22,8 +22,9 @@ class BlockConv(nn.Module):
         y_t = Σ_o (base[o] + delta_t[o]) x_{t-o},   o = 0, 1
 
     x_t is row t, and the row before a block's first row is zero. `base_kernel` has a factor for each channel, [2, taps,
-    E]: those before the sublayer, then those after it. `kernel_projection` computes both deltas from the sublayer's
-    input, a factor for each group of CONV_GROUP channels. Without training, both convolutions return their input.
+    E]: first of the convolution before the sublayer, then of the one after. `kernel_projection` computes both deltas
+    from the sublayer's input, a factor for each group of CONV_GROUP channels. Without training, both convolutions
+    return their input.
     """
 
     def __init__(self, width: int):
@@ -105,7 +106,7 @@ class DFlashDraft(BlockDraft):
     @torch.no_grad()
     def initialize(self, last_layer: Mapping[str, Tensor], head_VD: Tensor, embedding_VD: Tensor) -> None:
         """Draws the matrices from normal(0, 0.02); norms are 1. Convolutions return their input, and a selector the
-        logits, so that the draft drafts what it would draft without them."""
+        logits, so that a new draft with these parts drafts what a draft without the parts would."""
         for module in self.modules():
             if isinstance(module, BlockConv):
                 module.reset()

@@ -1,7 +1,7 @@
 """Attention of blocks in Triton: FlashAttention-2 (Dao 2023, arXiv:2307.08691) over the context and a block's own rows.
 
 A block has Q rows, and r = H / G query heads share a key head. The Q r query rows of a block and a key head are M rows
-here: row m is query m // r of head m % r. They see nearly the same keys, so one program computes them together.
+here: row m is query m // r of head m % r. The M rows see nearly the same keys, so one program computes all M.
 
 Forward, one program for M rows: the block's own keys first, then the context in tiles of BN keys, with a running
 maximum m, sum l and weighted values. The tiles start at the block's first token, so without a window only the last tile

@@ -90,10 +90,9 @@ def ttt_queued(
     """Forward and backward pass of a packed row, without synchronizing the device.
 
     The gradients of the loss, a sum over slots (with D-PACE, a weighted sum), are added to the parameters' `.grad` if
-    gradients are enabled. The row
-    is on the CPU; features and draft may be on any devices. `teacher` maps final hidden states [n, D] to the target's
-    logits [n, V]; the teacher of slot t at step k is the target's distribution after x_{t+1+k}. `key` is the seed of
-    the feature noise and of the dropped slots. A row without live slots gives zeros.
+    gradients are enabled. The row is on the CPU; features and draft may be on any devices. `teacher` maps final hidden
+    states [n, D] to the target's logits [n, V]; the teacher of slot t at step k is the target's distribution after
+    x_{t+1+k}. `key` is the seed of the feature noise and of the dropped slots. A row without live slots gives zeros.
     """
     steps = row_pass(draft, row, features, objective, implementation, key)
     # no variable holds a chunk: a chunk is freed before the next chunk is computed

@@ -68,8 +68,8 @@ class Objective:
     drop: DropTokens | DrawAnchors | None = None
 
     def discounts(self) -> list[float]:
-        """The weight of each of the K steps in the mean of the losses. D-PACE's weights are not in it: they grow as the
-        draft improves, so that a mean with them could rise meanwhile."""
+        """The weight of each of the K steps in the mean of the losses. D-PACE's weights are left out: these weights
+        grow as the draft improves, so that a weighted mean could rise meanwhile."""
         return [1.0 if self.dpace else self.gamma**k for k in range(self.depth)]
 
     def weights(self, method: Method) -> list[float]:

@@ -20,7 +20,7 @@ from fledge.train.row_pass import Implementation
 from fledge.train.setup.run import GRADIENT_SUM_BYTES, UPDATE_BYTES, USABLE_FRACTION
 
 EAGER_SCORES = 8  # bytes per attention score that plain torch keeps
-EAGER_BLOCK_SCORES = 3  # float32 copies of the attention scores of some blocks that plain torch makes
+EAGER_BLOCK_SCORES = 3  # float32 copies of the scores of some blocks, fitted to bench/results/block_step.json
 EAGER_LOGITS = 6  # float32 copies of a tile's logits that the plain loss makes
 
 
